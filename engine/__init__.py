@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: block pool, scheduler, model runner, sampler."""

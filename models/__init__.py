@@ -1,0 +1,1 @@
+"""Architectures, weight loading and the model store."""

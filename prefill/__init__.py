@@ -1,0 +1,1 @@
+"""The prefill worker: turns prompts into KV cache that decode workers read."""

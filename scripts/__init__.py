@@ -1,0 +1,1 @@
+"""Console commands, launch scripts and benchmarks: thin, on top of everything else."""
