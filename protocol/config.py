@@ -1,0 +1,298 @@
+"""What each process is told at its start: one frozen dataclass a process, validated once, every message naming the flag.
+
+A field becomes a command-line flag through ``add_flags``; ``from_namespace`` builds and validates the dataclass.
+Flags spell as in ``vllm serve`` where vLLM has them.
+"""
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from twopool.protocol.endpoints import is_loopback, parse_tcp_address
+from twopool.protocol.errors import ConfigError
+from twopool.protocol.messages import Role
+
+C = TypeVar("C")
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEFAULT_CONTROL_PORT = 8100
+DEFAULT_HTTP_PORT = 8000
+
+
+def flag(
+    default: Any, help_text: str, *, parse: Any = None, choices: tuple[str, ...] | None = None
+) -> Any:
+    """A dataclass field that is also a command-line flag; a ``bool`` becomes ``--x/--no-x``."""
+    metadata = {"help": help_text, "parse": parse, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    """``"a,b"`` → ``("a", "b")``."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """``"9000-9010"`` or ``"9000"`` → inclusive bounds."""
+    low, _, high = text.partition("-")
+    return int(low), int(high or low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """How a process reaches and is reached by others."""
+
+    advertise_host: str | None = flag(
+        None, "host name or address other processes reach this one at (default: --host)"
+    )
+    cluster_key: Path | None = flag(
+        None,
+        "file with the cluster's secret (`twopool keygen FILE`); needed as soon as an address is not loopback",
+        parse=Path,
+    )
+    log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "log lines as text or as JSON", choices=("text", "json"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(LinkConfig):
+    """The router process."""
+
+    model: str = flag("smollm2-135m-instruct", "model name, local folder, GGUF file or hub id")
+    served_model_name: tuple[str, ...] = flag(
+        (),
+        "names the API serves the model under, comma separated (default: --model)",
+        parse=comma_list,
+    )
+    host: str = flag("127.0.0.1", "address of the HTTP server and of the control endpoint")
+    port: int = flag(DEFAULT_HTTP_PORT, "HTTP port; 0 picks a free one")
+    control_port: int = flag(
+        DEFAULT_CONTROL_PORT, "ZeroMQ port workers connect to; 0 picks a free one"
+    )
+    max_model_len: int | None = flag(
+        None, "longest prompt plus output in tokens (default: the workers')", parse=int
+    )
+    api_key_file: Path | None = flag(
+        None, "file with one API key a line; without it no key is asked for", parse=Path
+    )
+    max_queue: int = flag(1024, "requests that may wait for a worker before new ones get 429")
+    max_queue_wait_s: float = flag(30.0, "seconds a request may wait for room before it gets 429")
+    request_timeout_s: float = flag(600.0, "seconds a request may take in all")
+    resume_timeout_s: float = flag(
+        30.0, "seconds an open stream waits for a decode worker when all are lost"
+    )
+    max_attempts: int = flag(4, "pairings tried for one request")
+    max_body_bytes: int = flag(16 * 1024 * 1024, "largest request body")
+    max_header_bytes: int = flag(64 * 1024, "largest request line plus headers")
+    max_stream_buffer_bytes: int = flag(
+        1024 * 1024, "unread bytes after which a slow reader is disconnected"
+    )
+    drain_timeout_s: float = flag(30.0, "seconds open requests may finish in after SIGTERM")
+
+    def __post_init__(self) -> None:
+        _check_port("--port", self.port)
+        _check_port("--control-port", self.control_port)
+        for name in (
+            "max_queue",
+            "max_attempts",
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_stream_buffer_bytes",
+        ):
+            _check_positive(name, getattr(self, name))
+        for name in (
+            "max_queue_wait_s",
+            "request_timeout_s",
+            "resume_timeout_s",
+            "drain_timeout_s",
+        ):
+            _check_positive(name, getattr(self, name))
+        if self.max_model_len is not None:
+            _check_positive("max_model_len", self.max_model_len)
+        _check_key("--host", self.host, self.cluster_key)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(LinkConfig):
+    """A prefill or decode worker process."""
+
+    model: str = flag("smollm2-135m-instruct", "model name, local folder, GGUF file or hub id")
+    router: tuple[str, ...] = flag(
+        (f"127.0.0.1:{DEFAULT_CONTROL_PORT}",),
+        "control endpoints of the routers, host:port, comma separated",
+        parse=comma_list,
+    )
+    worker_id: str | None = flag(
+        None, "this worker's name, unique in the cluster (default: random)"
+    )
+    host: str = flag("127.0.0.1", "address this worker listens on for its peers")
+    port: int = flag(0, "ZeroMQ port for peers; 0 picks a free one")
+    dtype: str = flag("auto", "weights and KV cache (auto: the model's own)", choices=DTYPES)
+    device: str = flag("auto", "cpu, cuda or cuda:N (auto: cuda where there is one)")
+    num_threads: int = flag(0, "compute threads; 0 takes the process's CPUs")
+    tensor_parallel_size: int = flag(1, "ranks of this worker")
+    max_model_len: int | None = flag(
+        None, "longest prompt plus output in tokens (default: the model's)", parse=int
+    )
+    max_num_seqs: int = flag(64, "sequences in one step")
+    max_num_batched_tokens: int = flag(
+        512, "tokens in one step; longer prompts are prefilled in chunks"
+    )
+    max_waiting: int = flag(256, "requests this worker queues before it answers busy")
+    block_size: int = flag(16, "tokens in a KV block: a power of two, at least 16")
+    kv_cache_memory: int | None = flag(None, "bytes of KV cache (default on CPU: 1 GiB)", parse=int)
+    gpu_memory_utilization: float = flag(
+        0.9, "share of a GPU's memory to use when --kv-cache-memory is not given"
+    )
+    enable_prefix_caching: bool = flag(True, "keep the KV of finished requests for later ones")
+    local_prefill: bool = flag(True, "decode: prefill here when no prefill worker is left")
+    kv_transport: str = flag("nixl", "how KV blocks move", choices=("nixl",))
+    nixl_backend: str = flag("UCX", "NIXL plugin")
+    ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
+    pin_lease_s: float = flag(
+        30.0, "prefill: seconds KV stays pinned for a decode worker that does not come"
+    )
+    drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
+    hold_points: tuple[str, ...] = flag(
+        (),
+        "tests only: STATE=SECONDS,... holds requests in a state of the automaton",
+        parse=comma_list,
+    )
+
+    def __post_init__(self) -> None:
+        _check_port("--port", self.port)
+        for name in (
+            "tensor_parallel_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting",
+            "pin_lease_s",
+            "drain_timeout_s",
+        ):
+            _check_positive(name, getattr(self, name))
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size}: this version runs one rank a worker",
+                param="--tensor-parallel-size",
+            )
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"--block-size {self.block_size}: must be a power of two, at least 16",
+                param="--block-size",
+            )
+        if self.num_threads < 0:
+            raise ConfigError(
+                f"--num-threads {self.num_threads}: must not be negative", param="--num-threads"
+            )
+        if self.kv_cache_memory is not None:
+            _check_positive("kv_cache_memory", self.kv_cache_memory)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be in (0, 1]",
+                param="--gpu-memory-utilization",
+            )
+        if not self.router:
+            raise ConfigError("--router: name at least one router", param="--router")
+        _check_key("--host", self.host, self.cluster_key)
+        for address in self.router:
+            host, _ = parse_tcp_address(address, param="--router")
+            _check_key("--router", host, self.cluster_key)
+        for hold in self.hold_points:
+            _check_hold_point(hold)
+
+    @property
+    def hold_seconds(self) -> dict[str, float]:
+        """State name → seconds to hold a request there (tests only)."""
+        return {
+            name: float(seconds)
+            for name, _, seconds in (h.partition("=") for h in self.hold_points)
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """A decode worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """A prefill worker."""
+
+
+def config_class(role: Role) -> type[WorkerConfig]:
+    return PrefillConfig if role == "prefill" else DecodeConfig
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag for each field of the ``config`` dataclass; defaults stay out, so only given flags show up."""
+    for item in dataclasses.fields(config):
+        name = "--" + item.name.replace("_", "-")
+        help_text = f"{item.metadata['help']}{_default_text(item.default)}"
+        if isinstance(item.default, bool):
+            parser.add_argument(
+                name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=help_text,
+            )
+            continue
+        parse = item.metadata["parse"] or (str if item.default is None else type(item.default))
+        parser.add_argument(
+            name,
+            type=parse,
+            choices=item.metadata["choices"],
+            default=argparse.SUPPRESS,
+            help=help_text,
+        )
+
+
+def from_namespace(config: type[C], namespace: argparse.Namespace) -> C:
+    """The validated ``config`` of the flags that were given; raises ``ConfigError`` naming flag and value."""
+    names = {item.name for item in dataclasses.fields(config)}  # type: ignore[arg-type]
+    return config(**{key: value for key, value in vars(namespace).items() if key in names})
+
+
+def _default_text(default: Any) -> str:
+    if default is None or default == ():
+        return ""
+    text = ",".join(default) if isinstance(default, tuple) else default
+    return f" (default: {text})"
+
+
+def _flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ConfigError(f"{_flag_name(name)} {value}: must be positive", param=_flag_name(name))
+
+
+def _check_port(name: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{name} {port}: not a port number", param=name)
+
+
+def _check_key(name: str, host: str, cluster_key: Path | None) -> None:
+    if cluster_key is None and not is_loopback(host):
+        raise ConfigError(
+            f"{name} {host}: an address that is not loopback needs --cluster-key (make one with `twopool keygen FILE`)",
+            param="--cluster-key",
+        )
+
+
+def _check_hold_point(hold: str) -> None:
+    name, _, seconds = hold.partition("=")
+    try:
+        valid = bool(name) and float(seconds) >= 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"--hold-points {hold}: expected STATE=SECONDS", param="--hold-points")

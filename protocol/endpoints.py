@@ -1,0 +1,40 @@
+"""Addresses of processes: parsing, printing, loopback or not. IPv6 addresses are bracketed everywhere."""
+
+import ipaddress
+
+from twopool.protocol.errors import ConfigError
+
+
+def parse_tcp_address(text: str, *, param: str) -> tuple[str, int]:
+    """``host:port``, ``[ipv6]:port`` or ``tcp://host:port`` → (host, port); raises ``ConfigError`` naming ``param``."""
+    rest = text.removeprefix("tcp://")
+    host, separator, port = rest.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(
+            f"{param} {text}: an IPv6 address needs brackets, as in [::1]:8100", param=param
+        )
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"{param} {text}: expected host:port", param=param)
+    return host, int(port)
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The ZeroMQ address of a host and port."""
+    return f"tcp://{bracketed(host)}:{port}"
+
+
+def bracketed(host: str) -> str:
+    """``host`` with brackets when it is an IPv6 address."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,517 @@
+"""Every message between twopool's processes, one frozen struct each, grouped by who receives it.
+
+The wire format is MessagePack (``codec.py``). Token ids travel as little-endian int32 bytes (``pack_ids``); KV cache
+never rides in a message. Every token is addressed by (request, attempt, choice, index). Each attempt ends in exactly
+one of: finish reasons for all of its choices, ``Busy``, or ``AttemptFailed``.
+
+Protocol history
+  1  first version
+"""
+
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from twopool.protocol.geometry import KvGeometry
+from twopool.protocol.ids import Attempt, ChoiceIndex, Epoch, RequestId, RouterId, WorkerId
+from twopool.protocol.token_hash import HASH_BYTES, TokenIds
+
+PROTOCOL_VERSION = 1
+
+MAX_PROMPT_TOKENS = 4 * 1024 * 1024
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_PEERS = 4096
+MAX_RANKS = 1024
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+ErrorKind = Literal[
+    "invalid_request",
+    "context_length",
+    "peer_lost",
+    "transfer",
+    "timeout",
+    "bad_logits",
+    "internal",
+]
+
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Text = Annotated[str, Meta(max_length=4096)]
+_Address = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Count = Annotated[int, Meta(ge=0)]
+_Seconds = Annotated[float, Meta(ge=0)]
+_IdBytes = Annotated[bytes, Meta(max_length=4 * MAX_PROMPT_TOKENS)]
+_Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+_Metadata = Annotated[bytes, Meta(max_length=256 * 1024)]
+
+
+def pack_ids(token_ids: TokenIds | list[int]) -> bytes:
+    """``[n]`` int32 ids as little-endian bytes."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> TokenIds:
+    """The ``[n]`` int32 ids of ``pack_ids``; raises ``ValueError`` when ``data`` is no whole number of them."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Together with the ids this is the whole state of a choice.
+
+    The router fills in everything a client left out, the seed and the model's EOS ids among it. ``logprobs`` is the
+    number of alternatives reported for each token; ``None`` reports nothing, 0 the chosen token alone.
+    """
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_k: _Count = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[tuple[tuple[_Index, float], ...], Meta(max_length=MAX_BIAS_ENTRIES)] = ()
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    min_tokens: _Count = 0
+    eos_token_ids: Annotated[tuple[_Index, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    stop_token_ids: Annotated[tuple[_Index, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def all_stop_ids(self) -> tuple[int, ...]:
+        return self.eos_token_ids + self.stop_token_ids
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probability of one chosen token and of the most likely ones, best first.
+
+    Taken from the model's logits after penalties and bias, before temperature and truncation.
+    """
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class PrefillReport(Struct, frozen=True, kw_only=True):
+    """What the prefill of an attempt took; rides with the first token of its first choice."""
+
+    worker_id: WorkerId
+    cached_tokens: _Count
+    queue_s: _Seconds
+    compute_s: _Seconds
+
+
+class HandoverReport(Struct, frozen=True, kw_only=True):
+    """What moving a prompt's KV took; rides with decode's first message for the attempt."""
+
+    num_bytes: _Count
+    num_ranges: _Count
+    num_posts: _Count
+    transfer_s: _Seconds
+    exposed_s: _Seconds
+
+
+class TokenDelta(Struct, frozen=True, array_like=True):
+    """Consecutive tokens of one choice, the first of which has output index ``index``.
+
+    An empty ``token_ids`` with a ``finish_reason`` ends a choice without a further token.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    choice: ChoiceIndex
+    index: _Index
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prefill: PrefillReport | None = None
+    handover: HandoverReport | None = None
+
+
+class ErrorInfo(Struct, frozen=True, kw_only=True):
+    """Why an attempt failed. ``retryable`` says whether another pairing may succeed."""
+
+    kind: ErrorKind
+    message: _Text
+    param: str | None = None
+    retryable: bool = False
+
+
+class Ticket(Struct, frozen=True, kw_only=True):
+    """A source's word that its blocks hold the KV of ``[start_token, end_token)`` of a request's ids.
+
+    ``block_ids`` (int32) and ``generations`` (int64), little-endian bytes, name every block that overlaps the range,
+    in order; block *i* covers tokens from ``(start_token // block_size + i) * block_size``. ``token_hash`` is the
+    chained hash of the first ``end_token`` ids. It covers layers ``[layer_start, layer_end)``. Valid as long as the
+    source's pool epoch and every generation stand, which only the source can say: ``Confirm`` asks it.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    source_epoch: Epoch
+    start_token: _Index
+    end_token: _Index
+    layer_start: _Index
+    layer_end: _Index
+    block_ids: Annotated[bytes, Meta(max_length=4 * MAX_PROMPT_TOKENS)]
+    generations: Annotated[bytes, Meta(max_length=8 * MAX_PROMPT_TOKENS)]
+    token_hash: _Hash
+
+
+class BlockCounts(Struct, frozen=True, kw_only=True):
+    """KV blocks by state; the states sum to the pool's size."""
+
+    free: _Count
+    cached: _Count
+    active: _Count
+    pinned: _Count
+    fetching: _Count
+    quarantined: _Count
+
+    @property
+    def total(self) -> int:
+        return (
+            self.free + self.cached + self.active + self.pinned + self.fetching + self.quarantined
+        )
+
+
+class WorkerStats(Struct, frozen=True, kw_only=True):
+    """A worker's gauges and monotonic counters, sent with every heartbeat."""
+
+    blocks: BlockCounts
+    num_running: _Count = 0
+    num_waiting: _Count = 0
+    num_steps: _Count = 0
+    prefill_tokens: _Count = 0
+    cached_tokens: _Count = 0
+    generated_tokens: _Count = 0
+    local_prefills: _Count = 0
+    preemptions: _Count = 0
+    kv_transfer_bytes: _Count = 0
+    kv_transfers: _Count = 0
+    kv_transfer_s: _Seconds = 0.0
+    kv_transfer_failures: _Count = 0
+    stale_tickets: _Count = 0
+    rejected_messages: _Count = 0
+    pins_expired: _Count = 0
+
+
+class RankPool(Struct, frozen=True, kw_only=True):
+    """One rank's KV pool and how to read from it. ``agent_metadata`` is the transport's own, opaque here.
+
+    The pool holds one block more than the worker uses: ``canary_block`` keeps known bytes for the handshake.
+    """
+
+    geometry: KvGeometry
+    base_address: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    canary_block: _Index
+    agent_metadata: _Metadata
+
+
+class PeerIdentity(Struct, frozen=True, kw_only=True):
+    """The inner half of a handshake, read only after version and compatibility hash agree."""
+
+    worker_id: WorkerId
+    role: Role
+    epoch: Epoch
+    transport: _Name
+    ranks: Annotated[tuple[RankPool, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class PeerInfo(Struct, frozen=True, kw_only=True):
+    """A worker as the router introduces it to another."""
+
+    worker_id: WorkerId
+    role: Role
+    epoch: Epoch
+    address: _Address
+
+
+class PeerRef(Struct, frozen=True):
+    worker_id: WorkerId
+    epoch: Epoch
+
+
+class ChoiceState(Struct, frozen=True):
+    """One unfinished choice and the output ids the router has accepted for it."""
+
+    choice: ChoiceIndex
+    output_ids: _IdBytes = b""
+
+
+# --- worker → router -------------------------------------------------------------------------------------------------
+
+
+class Register(Struct, frozen=True, kw_only=True, tag="register"):
+    """A worker's first message. It is refused unless version, model and fingerprint agree with the pool's."""
+
+    protocol_version: int
+    worker_id: WorkerId
+    role: Role
+    epoch: Epoch
+    model: _Name
+    compatibility_hash: _Name
+    peer_address: _Address
+    max_model_len: Annotated[int, Meta(ge=1)]
+    max_num_seqs: Annotated[int, Meta(ge=1)]
+    vocab_size: Annotated[int, Meta(ge=1)]
+    block_size: Annotated[int, Meta(ge=1)]
+    num_blocks: Annotated[int, Meta(ge=1)]
+    tp_size: Annotated[int, Meta(ge=1)]
+    dtype: _Name
+    kernel_backend: _Name
+    local_prefill: bool
+
+
+class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """Load and progress. ``peers`` lists the sources this worker has shaken hands with, canary included."""
+
+    epoch: Epoch
+    stats: WorkerStats
+    peers: Annotated[tuple[PeerRef, ...], Meta(max_length=MAX_PEERS)] = ()
+
+
+class Tokens(Struct, frozen=True, tag="tokens"):
+    """All new tokens of one step for one router."""
+
+    deltas: tuple[TokenDelta, ...]
+
+
+class Busy(Struct, frozen=True, kw_only=True, tag="busy"):
+    """``worker_id`` has no room for the attempt now; nothing of it is held anywhere."""
+
+    request_id: RequestId
+    attempt: Attempt
+    worker_id: WorkerId
+
+
+class AttemptFailed(Struct, frozen=True, kw_only=True, tag="attempt_failed"):
+    """The attempt is over without an answer; nothing of it is held. ``blame`` is the worker at fault, if one is."""
+
+    request_id: RequestId
+    attempt: Attempt
+    error: ErrorInfo
+    blame: WorkerId | None = None
+
+
+class Draining(Struct, frozen=True, tag="draining"):
+    """The worker finishes what it has and takes no new requests."""
+
+    epoch: Epoch
+
+
+WorkerToRouter = Register | Heartbeat | Tokens | Busy | AttemptFailed | Draining
+
+
+# --- router → worker -------------------------------------------------------------------------------------------------
+
+
+class Registered(Struct, frozen=True, kw_only=True, tag="registered"):
+    router_id: RouterId
+    peers: Annotated[tuple[PeerInfo, ...], Meta(max_length=MAX_PEERS)] = ()
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The registration is turned down for good, in words."""
+
+    reason: _Text
+
+
+class ReRegister(Struct, frozen=True, tag="re_register"):
+    """The router does not know this worker (it was declared dead, or the router is new): register anew."""
+
+    router_id: RouterId
+
+
+class Peers(Struct, frozen=True, tag="peers"):
+    """All workers the receiver may read KV from, replacing the list before."""
+
+    peers: Annotated[tuple[PeerInfo, ...], Meta(max_length=MAX_PEERS)]
+
+
+class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
+    """One attempt at a request, granted to a decode worker.
+
+    ``choices`` are the unfinished ones with their accepted output ids. ``prefill`` names the worker to prefill on;
+    ``None`` means prefill here. A remote prefill is granted only when the choices' outputs are all empty or there is
+    one choice, so that one pass over prompt and output serves all of them.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    prompt_ids: _IdBytes
+    choices: Annotated[tuple[ChoiceState, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+    sampling: SamplingParams
+    salt: Annotated[bytes, Meta(max_length=64)] = b""
+    prefill: PeerRef | None = None
+    timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Stop working on a request: the attempt given and all before it."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+class CancelChoice(Struct, frozen=True, kw_only=True, tag="cancel_choice"):
+    """Stop one choice (the router matched a stop string); the others go on."""
+
+    request_id: RequestId
+    attempt: Attempt
+    choice: ChoiceIndex
+
+
+class ResendFrom(Struct, frozen=True, kw_only=True, tag="resend_from"):
+    """The router misses this choice's tokens from output index ``index`` on."""
+
+    request_id: RequestId
+    attempt: Attempt
+    choice: ChoiceIndex
+    index: _Index
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    """Finish what runs, take nothing new, then leave."""
+
+
+RouterToWorker = (
+    Registered
+    | Refused
+    | ReRegister
+    | Peers
+    | Generate
+    | Cancel
+    | CancelChoice
+    | ResendFrom
+    | Drain
+)
+
+
+# --- reader → source (a worker that wants KV, to the worker that has or makes it) --------------------------------------
+
+
+class PeerHello(Struct, frozen=True, kw_only=True, tag="peer_hello"):
+    """First half of the two-phase handshake: ``identity`` (a packed ``PeerIdentity``) is read only if the rest agrees."""
+
+    protocol_version: int
+    compatibility_hash: _Name
+    identity: Annotated[bytes, Meta(max_length=1024 * 1024)]
+
+
+class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
+    """Prefill ``token_ids``, sample the first token of every choice in ``choices``, keep the KV pinned for the sender.
+
+    ``source_epoch`` is the epoch the sender believes the receiver has. ``num_prompt_tokens`` of the ids are prompt;
+    the rest, if any, is output accepted before, so the sampled token has output index
+    ``len(token_ids) - num_prompt_tokens``. Positions below ``skip_tokens`` need not be offered: the sender has them.
+    Tokens also go straight to router ``router_id``.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    source_epoch: Epoch
+    router_id: RouterId
+    token_ids: _IdBytes
+    num_prompt_tokens: Annotated[int, Meta(ge=1)]
+    choices: Annotated[tuple[ChoiceIndex, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+    sampling: SamplingParams
+    salt: Annotated[bytes, Meta(max_length=64)] = b""
+    skip_tokens: _Index = 0
+    timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class Confirm(Struct, frozen=True, kw_only=True, tag="confirm"):
+    """The sender has read what these tickets name: do they still hold? The pins end with the answer."""
+
+    request_id: RequestId
+    attempt: Attempt
+    tickets: tuple[Ticket, ...]
+
+
+class ReleasePrefill(Struct, frozen=True, kw_only=True, tag="release_prefill"):
+    """The sender wants nothing more of this attempt: stop computing, unpin."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+ReaderToSource = PeerHello | Prefill | Confirm | ReleasePrefill
+
+
+# --- source → reader -------------------------------------------------------------------------------------------------
+
+
+class PeerWelcome(Struct, frozen=True, kw_only=True, tag="peer_welcome"):
+    protocol_version: int
+    compatibility_hash: _Name
+    identity: Annotated[bytes, Meta(max_length=1024 * 1024)]
+
+
+class PeerRefused(Struct, frozen=True, tag="peer_refused"):
+    reason: _Text
+
+
+class PrefillAccepted(Struct, frozen=True, kw_only=True, tag="prefill_accepted"):
+    """The whole prompt has its blocks; KV and tokens will follow."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+class PrefillBusy(Struct, frozen=True, kw_only=True, tag="prefill_busy"):
+    request_id: RequestId
+    attempt: Attempt
+
+
+class PrefillFailed(Struct, frozen=True, kw_only=True, tag="prefill_failed"):
+    """The prefill is over without a result and holds nothing."""
+
+    request_id: RequestId
+    attempt: Attempt
+    error: ErrorInfo
+
+
+class KvReady(Struct, frozen=True, tag="kv_ready"):
+    """A range of KV is complete on every rank and may be read."""
+
+    ticket: Ticket
+
+
+class FirstTokens(Struct, frozen=True, kw_only=True, tag="first_tokens"):
+    """The sampled tokens, one delta a choice; no more ``KvReady`` follows for the attempt."""
+
+    request_id: RequestId
+    attempt: Attempt
+    deltas: Annotated[tuple[TokenDelta, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+
+class Confirmed(Struct, frozen=True, kw_only=True, tag="confirmed"):
+    """Answer to ``Confirm``: whether every ticket held when it arrived."""
+
+    request_id: RequestId
+    attempt: Attempt
+    valid: bool
+
+
+SourceToReader = (
+    PeerWelcome
+    | PeerRefused
+    | PrefillAccepted
+    | PrefillBusy
+    | PrefillFailed
+    | KvReady
+    | FirstTokens
+    | Confirmed
+)
