@@ -27,9 +27,7 @@ def encode(message: msgspec.Struct) -> bytes:
     """One message as bytes; raises ``ProtocolError`` when it exceeds ``MAX_MESSAGE_BYTES``."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            f"{type(message).__name__} of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}"
-        )
+        raise ProtocolError(f"{type(message).__name__} of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     return data
 
 

@@ -22,9 +22,7 @@ DEFAULT_CONTROL_PORT = 8100
 DEFAULT_HTTP_PORT = 8000
 
 
-def flag(
-    default: Any, help_text: str, *, parse: Any = None, choices: tuple[str, ...] | None = None
-) -> Any:
+def flag(default: Any, help_text: str, *, parse: Any = None, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field that is also a command-line flag; a ``bool`` becomes ``--x/--no-x``."""
     metadata = {"help": help_text, "parse": parse, "choices": choices}
     return field(default=default, metadata=metadata)
@@ -45,9 +43,7 @@ def port_range(text: str) -> tuple[int, int]:
 class LinkConfig:
     """How a process reaches and is reached by others."""
 
-    advertise_host: str | None = flag(
-        None, "host name or address other processes reach this one at (default: --host)"
-    )
+    advertise_host: str | None = flag(None, "host name or address other processes reach this one at (default: --host)")
     cluster_key: Path | None = flag(
         None,
         "file with the cluster's secret (`twopool keygen FILE`); needed as soon as an address is not loopback",
@@ -69,27 +65,17 @@ class RouterConfig(LinkConfig):
     )
     host: str = flag("127.0.0.1", "address of the HTTP server and of the control endpoint")
     port: int = flag(DEFAULT_HTTP_PORT, "HTTP port; 0 picks a free one")
-    control_port: int = flag(
-        DEFAULT_CONTROL_PORT, "ZeroMQ port workers connect to; 0 picks a free one"
-    )
-    max_model_len: int | None = flag(
-        None, "longest prompt plus output in tokens (default: the workers')", parse=int
-    )
-    api_key_file: Path | None = flag(
-        None, "file with one API key a line; without it no key is asked for", parse=Path
-    )
+    control_port: int = flag(DEFAULT_CONTROL_PORT, "ZeroMQ port workers connect to; 0 picks a free one")
+    max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the workers')", parse=int)
+    api_key_file: Path | None = flag(None, "file with one API key a line; without it no key is asked for", parse=Path)
     max_queue: int = flag(1024, "requests that may wait for a worker before new ones get 429")
     max_queue_wait_s: float = flag(30.0, "seconds a request may wait for room before it gets 429")
     request_timeout_s: float = flag(600.0, "seconds a request may take in all")
-    resume_timeout_s: float = flag(
-        30.0, "seconds an open stream waits for a decode worker when all are lost"
-    )
+    resume_timeout_s: float = flag(30.0, "seconds an open stream waits for a decode worker when all are lost")
     max_attempts: int = flag(4, "pairings tried for one request")
     max_body_bytes: int = flag(16 * 1024 * 1024, "largest request body")
     max_header_bytes: int = flag(64 * 1024, "largest request line plus headers")
-    max_stream_buffer_bytes: int = flag(
-        1024 * 1024, "unread bytes after which a slow reader is disconnected"
-    )
+    max_stream_buffer_bytes: int = flag(1024 * 1024, "unread bytes after which a slow reader is disconnected")
     drain_timeout_s: float = flag(30.0, "seconds open requests may finish in after SIGTERM")
 
     def __post_init__(self) -> None:
@@ -129,36 +115,26 @@ class WorkerConfig(LinkConfig):
         "control endpoints of the routers, host:port, comma separated",
         parse=comma_list,
     )
-    worker_id: str | None = flag(
-        None, "this worker's name, unique in the cluster (default: random)"
-    )
+    worker_id: str | None = flag(None, "this worker's name, unique in the cluster (default: random)")
     host: str = flag("127.0.0.1", "address this worker listens on for its peers")
     port: int = flag(0, "ZeroMQ port for peers; 0 picks a free one")
     dtype: str = flag("auto", "weights and KV cache (auto: the model's own)", choices=DTYPES)
     device: str = flag("auto", "cpu, cuda or cuda:N (auto: cuda where there is one)")
     num_threads: int = flag(0, "compute threads; 0 takes the process's CPUs")
     tensor_parallel_size: int = flag(1, "ranks of this worker")
-    max_model_len: int | None = flag(
-        None, "longest prompt plus output in tokens (default: the model's)", parse=int
-    )
+    max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the model's)", parse=int)
     max_num_seqs: int = flag(64, "sequences in one step")
-    max_num_batched_tokens: int = flag(
-        512, "tokens in one step; longer prompts are prefilled in chunks"
-    )
+    max_num_batched_tokens: int = flag(512, "tokens in one step; longer prompts are prefilled in chunks")
     max_waiting: int = flag(256, "requests this worker queues before it answers busy")
     block_size: int = flag(16, "tokens in a KV block: a power of two, at least 16")
     kv_cache_memory: int | None = flag(None, "bytes of KV cache (default on CPU: 1 GiB)", parse=int)
-    gpu_memory_utilization: float = flag(
-        0.9, "share of a GPU's memory to use when --kv-cache-memory is not given"
-    )
+    gpu_memory_utilization: float = flag(0.9, "share of a GPU's memory to use when --kv-cache-memory is not given")
     enable_prefix_caching: bool = flag(True, "keep the KV of finished requests for later ones")
     local_prefill: bool = flag(True, "decode: prefill here when no prefill worker is left")
     kv_transport: str = flag("nixl", "how KV blocks move", choices=("nixl",))
     nixl_backend: str = flag("UCX", "NIXL plugin")
     ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
-    pin_lease_s: float = flag(
-        30.0, "prefill: seconds KV stays pinned for a decode worker that does not come"
-    )
+    pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
     drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
     hold_points: tuple[str, ...] = flag(
         (),
@@ -188,9 +164,7 @@ class WorkerConfig(LinkConfig):
                 param="--block-size",
             )
         if self.num_threads < 0:
-            raise ConfigError(
-                f"--num-threads {self.num_threads}: must not be negative", param="--num-threads"
-            )
+            raise ConfigError(f"--num-threads {self.num_threads}: must not be negative", param="--num-threads")
         if self.kv_cache_memory is not None:
             _check_positive("kv_cache_memory", self.kv_cache_memory)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -210,10 +184,7 @@ class WorkerConfig(LinkConfig):
     @property
     def hold_seconds(self) -> dict[str, float]:
         """State name → seconds to hold a request there (tests only)."""
-        return {
-            name: float(seconds)
-            for name, _, seconds in (h.partition("=") for h in self.hold_points)
-        }
+        return {name: float(seconds) for name, _, seconds in (h.partition("=") for h in self.hold_points)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,7 @@ def parse_tcp_address(text: str, *, param: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ConfigError(
-            f"{param} {text}: an IPv6 address needs brackets, as in [::1]:8100", param=param
-        )
+        raise ConfigError(f"{param} {text}: an IPv6 address needs brackets, as in [::1]:8100", param=param)
     if not separator or not host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ConfigError(f"{param} {text}: expected host:port", param=param)
     return host, int(port)

@@ -181,9 +181,7 @@ class BlockCounts(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        return (
-            self.free + self.cached + self.active + self.pinned + self.fetching + self.quarantined
-        )
+        return self.free + self.cached + self.active + self.pinned + self.fetching + self.quarantined
 
 
 class WorkerStats(Struct, frozen=True, kw_only=True):
@@ -386,17 +384,7 @@ class Drain(Struct, frozen=True, tag="drain"):
     """Finish what runs, take nothing new, then leave."""
 
 
-RouterToWorker = (
-    Registered
-    | Refused
-    | ReRegister
-    | Peers
-    | Generate
-    | Cancel
-    | CancelChoice
-    | ResendFrom
-    | Drain
-)
+RouterToWorker = Registered | Refused | ReRegister | Peers | Generate | Cancel | CancelChoice | ResendFrom | Drain
 
 
 # --- reader → source (a worker that wants KV, to the worker that has or makes it) --------------------------------------
@@ -506,12 +494,5 @@ class Confirmed(Struct, frozen=True, kw_only=True, tag="confirmed"):
 
 
 SourceToReader = (
-    PeerWelcome
-    | PeerRefused
-    | PrefillAccepted
-    | PrefillBusy
-    | PrefillFailed
-    | KvReady
-    | FirstTokens
-    | Confirmed
+    PeerWelcome | PeerRefused | PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | Confirmed
 )
