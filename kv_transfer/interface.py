@@ -1,0 +1,160 @@
+"""Moving KV blocks between workers: the one interface every transport fulfils.
+
+All movement is a one-sided READ into the reader's own pool. A transport belongs to one rank and owns one pool of
+``geometry.num_blocks`` blocks, of which the last two are the transport's:
+
+- block ``num_blocks - 1``, ``RankPool.canary_block``: known bytes that peers read in the handshake;
+- block ``num_blocks - 2``: where this rank's own canary reads land.
+
+A worker's block pool manages blocks ``[0, num_blocks - NUM_RESERVED_BLOCKS)`` and leaves the others alone.
+
+Every method is called on the event loop given at creation and returns at once or is awaited; the work happens on a
+thread of the transport. Each awaited call on a peer has a deadline.
+
+A fetch's life::
+
+    fetch() ── OPEN ──► DONE       wait() returns the report, `settled` is done
+                │
+                ├─────► FAILED     wait() raises TransferError: peer lost, deadline passed, link closed
+                └─────► CANCELLED  wait() raises TransferError
+                           │
+                           └─ the READ may still write its destination until `settled` is done
+
+A READ that was posted cannot be taken back, so whoever owns the destination blocks keeps them out of use
+(*quarantined*) until ``settled``: the READ is over, or the endpoint it came through is closed (``disconnect``).
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from twopool.protocol.errors import TransferError
+from twopool.protocol.messages import PeerIdentity, RankPool
+
+NUM_RESERVED_BLOCKS = 2
+"""Blocks at a pool's end that belong to the transport: the canary's source and the canary reads' destination."""
+
+BlockIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchRequest:
+    """What to read: the KV of tokens ``[start_token, end_token)``, layers ``[layer_start, layer_end)``.
+
+    ``remote_block_ids`` (``[r]`` int32, ``RemoteBlockId``) and ``local_block_ids`` (``[l]`` int32, ``BlockId``) name
+    every block of either side that overlaps the range, in order: block *i* of a side covers tokens from
+    ``(start_token // block_size + i) * block_size`` with that side's own block size, as in ``Ticket``. Heads follow
+    from the two geometries.
+
+    The range is widened to whole blocks of the smaller block size on both ends, and those tokens are moved too: where
+    blocks are equal, whole blocks move. Local blocks must be owned by nobody else while the fetch is unsettled.
+    """
+
+    remote_block_ids: BlockIds
+    local_block_ids: BlockIds
+    start_token: int
+    end_token: int
+    layer_start: int
+    layer_end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchReport:
+    """What a finished fetch took.
+
+    ``num_ranges`` counts contiguous runs after merging, ``num_posts`` the READ operations posted that carried any of
+    them; ``transfer_s`` is from the first post to the last completion.
+    """
+
+    num_bytes: int
+    num_ranges: int
+    num_posts: int
+    transfer_s: float
+
+
+class FetchHandle(Protocol):
+    """One fetch under way or over."""
+
+    settled: asyncio.Future[None]
+    """Done (never with an exception) when the destination can no longer be written."""
+
+    async def wait(self) -> FetchReport:
+        """The report once all bytes have landed.
+
+        Raises ``TransferError`` when the peer is lost, the deadline passes, the link or the transport is closed, or
+        the fetch is cancelled. Another source, or prefilling again, may succeed. Cancelling the awaiting task does
+        not cancel the fetch; any number of tasks may wait, in any state.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Stop what was not posted yet; ``wait`` raises from now on. Idempotent, no effect once the fetch is over.
+
+        The destination may still be written until ``settled``.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give the handle up: cancels the fetch unless it is over. Idempotent."""
+        ...
+
+
+class PeerLink(Protocol):
+    """A peer that was connected to: loaded, planned, its canary read and found right."""
+
+    @property
+    def peer(self) -> PeerIdentity: ...
+
+    @property
+    def is_open(self) -> bool:
+        """False once the link was disconnected or its peer was found lost: connect anew."""
+        ...
+
+
+class KvTransport(Protocol):
+    """One rank's end of KV movement, both as reader (``connect``, ``fetch``) and as source (``describe``)."""
+
+    name: str
+
+    def describe(self) -> RankPool:
+        """This rank's pool for ``PeerIdentity.ranks``; the same at every call."""
+        ...
+
+    async def connect(self, peer: PeerIdentity, *, timeout_s: float) -> PeerLink:
+        """Get ready to read from ``peer``: load its agents, plan the layout, prepare lists, read and check its canary.
+
+        An open link to the same ``worker_id`` of an older epoch is disconnected first; connecting again to the epoch
+        that is connected already gives the same link after its canary was read again. Raises ``TransferError`` in
+        words: which values of both sides' geometries cannot be mapped, which rank's canary was wrong, or that
+        ``timeout_s`` passed.
+        """
+        ...
+
+    def disconnect(self, link: PeerLink) -> None:
+        """Close the endpoint: open fetches of the link fail and settle. Idempotent; never waits for the peer."""
+        ...
+
+    def fetch(self, link: PeerLink, request: FetchRequest, *, timeout_s: float) -> FetchHandle:
+        """Start reading. Raises ``TransferError`` at once where the request does not fit the pools or the link is
+        closed; everything later is told by the handle.
+        """
+        ...
+
+    def expect_readers(self, expected: bool) -> None:
+        """Whether peers may be reading from or connecting to this pool now (pinned blocks, open handshakes).
+
+        While true the transport answers peers often; otherwise rarely, which delays a peer's first contact.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Disconnect every link and end the thread. Idempotent. The pool stays registered: peers may still read it."""
+        ...
+
+
+def closed_link_error(peer: PeerIdentity) -> TransferError:
+    """What ``fetch`` raises on a link that is not open any more."""
+    return TransferError(f"the link to {peer.worker_id} (epoch {peer.epoch}) is closed")
