@@ -1,6 +1,7 @@
-"""What each process is told at its start: one frozen dataclass a process, validated once, every message naming the flag.
+"""What each process is told at its start: one frozen dataclass a process, validated once.
 
-A field becomes a command-line flag through ``add_flags``; ``from_namespace`` builds and validates the dataclass.
+A field becomes a command-line flag through ``add_flags``; ``from_namespace`` builds and validates the dataclass;
+every message names the flag.
 Flags spell as in ``vllm serve`` where vLLM has them.
 """
 

@@ -387,11 +387,11 @@ class Drain(Struct, frozen=True, tag="drain"):
 RouterToWorker = Registered | Refused | ReRegister | Peers | Generate | Cancel | CancelChoice | ResendFrom | Drain
 
 
-# --- reader → source (a worker that wants KV, to the worker that has or makes it) --------------------------------------
+# --- reader → source (a worker that wants KV, to the one that has or makes it) ---------------------------------------
 
 
 class PeerHello(Struct, frozen=True, kw_only=True, tag="peer_hello"):
-    """First half of the two-phase handshake: ``identity`` (a packed ``PeerIdentity``) is read only if the rest agrees."""
+    """First half of the handshake: ``identity`` (a packed ``PeerIdentity``) is read only if the rest agrees."""
 
     protocol_version: int
     compatibility_hash: _Name
