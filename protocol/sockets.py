@@ -107,7 +107,7 @@ class ServerSocket:
         self.port = _bind(self._socket, host, port, port_flag)
         self._monitor = self._socket.get_monitor_socket(int(zmq.Event.DISCONNECTED))
         self._reader = _FdReader(self._socket, self._read_one)
-        self._monitor_reader = _FdReader(monitor, self._read_event)
+        self._monitor_reader = _FdReader(self._monitor, self._read_event)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
         """Queue a message; ``False`` when the peer is gone or does not read what it is sent."""
