@@ -1,0 +1,73 @@
+"""Where the router's HTTP half and its worker half meet.
+
+The HTTP half turns a client's request into ``RoutedRequest``s (one for each prompt) and receives each one's tokens
+through a ``TokenSink``; the worker half, the ``Dispatcher``, finds workers for them, survives their loss and hands
+over every token exactly once and in order. Everything here is called on the router's event loop.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from twopool.protocol.errors import TwopoolError
+from twopool.protocol.ids import ChoiceIndex, RequestId
+from twopool.protocol.messages import SamplingParams, TokenDelta
+from twopool.protocol.token_hash import TokenIds
+
+
+@dataclass(frozen=True)
+class RoutedRequest:
+    """One prompt and how to continue it.
+
+    ``prompt_ids`` is ``[num_prompt_tokens]`` int32. ``sampling`` is complete (seed and EOS ids included). ``salt``
+    separates tenants' prefix caches. ``timeout_s`` counts from ``arrived_s``, a ``time.monotonic()`` stamp.
+    """
+
+    request_id: RequestId
+    prompt_ids: TokenIds
+    sampling: SamplingParams
+    salt: bytes
+    timeout_s: float
+    arrived_s: float
+
+
+class TokenSink(Protocol):
+    """Receives what becomes of one ``RoutedRequest``."""
+
+    def on_tokens(self, delta: TokenDelta) -> None:
+        """Accepted tokens of one choice: ``delta.index`` is exactly the next one of that choice.
+
+        ``delta.finish_reason`` ends the choice. ``delta.prefill`` and ``delta.handover`` ride at most once.
+        """
+
+    def on_error(self, error: TwopoolError) -> None:
+        """The request is over without an answer; nothing follows."""
+
+
+class Dispatcher(Protocol):
+    """The worker half. A request is over for it when every choice had a finish reason or ``finish_choice``."""
+
+    def submit(self, request: RoutedRequest, sink: TokenSink) -> None:
+        """Take over ``request``; ``sink`` is never called before this returns.
+
+        Raises ``OverloadedError`` or ``UnavailableError`` at once, and then never calls ``sink``.
+        """
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client left: stop everywhere, call the sink no more. Idempotent; unknown ids are ignored."""
+
+    def finish_choice(self, request_id: RequestId, choice: ChoiceIndex) -> None:
+        """The router matched a stop string: no more tokens of ``choice`` are delivered. Safe inside ``on_tokens``."""
+
+    def is_ready(self) -> bool:
+        """Whether a request could be served now: a usable pair, or a decode worker that may prefill."""
+
+    def ready_reason(self) -> str:
+        """Why ``is_ready`` says what it says, for people."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The smallest over the workers; ``None`` while there are none."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The workers' logits width; ``None`` while there are none."""
