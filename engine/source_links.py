@@ -1,0 +1,227 @@
+"""The reader side of worker-to-worker connections: the sources this worker may read KV from.
+
+The router names the sources; for each, one ``SourceLink`` connects, shakes hands, reads the canary, then is *ready*::
+
+    CONNECTING ──connected──► HELLO ──welcome──► CANARY ──bytes right──► READY
+        ▲                       │                  │                       │
+        └──────────────── lost, refused, deadline, wrong bytes ◄───────────┘
+
+A source that is lost is reported at once; the link is retried as long as a router lists that epoch of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from twopool.engine import handshake
+from twopool.kv_transfer.interface import KvTransport, PeerLink
+from twopool.protocol.codec import encode, source_to_reader_decoder
+from twopool.protocol.errors import ProtocolError, TransferError
+from twopool.protocol.ids import RouterId, WorkerId
+from twopool.protocol.messages import (
+    Confirmed,
+    FirstTokens,
+    KvReady,
+    PeerIdentity,
+    PeerInfo,
+    PeerRef,
+    PeerRefused,
+    PeerWelcome,
+    PrefillAccepted,
+    PrefillBusy,
+    PrefillFailed,
+)
+from twopool.protocol.security import Security
+from twopool.protocol.sockets import ClientSocket
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 10.0
+RETRY_S = 0.3
+REFUSED_RETRY_S = 5.0
+
+SourceReply = PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | Confirmed
+
+
+class ReaderHandler(Protocol):
+    """The role behind the links; called on the event loop."""
+
+    def on_source_reply(self, source: PeerRef, message: SourceReply) -> None: ...
+
+    def on_source_lost(self, source: PeerRef) -> None: ...
+
+
+class SourceLinks:
+    """All sources of one worker; a task for each, owned by ``run``."""
+
+    def __init__(
+        self,
+        *,
+        security: Security,
+        transport: KvTransport,
+        compatibility_hash: str,
+        identity: Callable[[], PeerIdentity],
+        handler: ReaderHandler,
+        on_ready_change: Callable[[], None],
+    ) -> None:
+        self.security = security
+        self.transport = transport
+        self.compatibility_hash = compatibility_hash
+        self.identity = identity
+        self.handler = handler
+        self.on_ready_change = on_ready_change
+        self.num_rejected_messages = 0
+        self._listed: dict[RouterId, tuple[PeerInfo, ...]] = {}
+        self._links: dict[PeerRef, SourceLink] = {}
+        self._tasks: dict[PeerRef, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Keep links to all listed sources until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            self._reconcile()
+            await asyncio.Event().wait()
+
+    def listed(self, router_id: RouterId, peers: tuple[PeerInfo, ...]) -> None:
+        """The sources a router knows now; an empty list when the router is lost."""
+        self._listed[router_id] = peers
+        self._reconcile()
+
+    def ready(self) -> tuple[PeerRef, ...]:
+        """Sources this worker can read from now."""
+        return tuple(ref for ref, link in self._links.items() if link.kv_link is not None)
+
+    def get(self, source: PeerRef) -> "SourceLink | None":
+        """The ready link to a source, if there is one."""
+        link = self._links.get(source)
+        return link if link is not None and link.kv_link is not None else None
+
+    def _reconcile(self) -> None:
+        if self._group is None:
+            return
+        wanted = {PeerRef(p.worker_id, p.epoch): p for peers in self._listed.values() for p in peers}
+        for ref in set(self._tasks) - set(wanted):
+            self._tasks.pop(ref).cancel()
+        for ref in set(wanted) - set(self._tasks):
+            link = self._links[ref] = SourceLink(ref, wanted[ref].address, self)
+            self._tasks[ref] = self._group.create_task(self._keep(link))
+
+    async def _keep(self, link: "SourceLink") -> None:
+        try:
+            await link.run()
+        finally:
+            self._links.pop(link.ref, None)
+
+
+class SourceLink:
+    """The connection to one epoch of one source."""
+
+    def __init__(self, ref: PeerRef, address: str, owner: SourceLinks) -> None:
+        self.ref = ref
+        self.kv_link: PeerLink | None = None
+        self._address = address
+        self._owner = owner
+        self._decoder = source_to_reader_decoder()
+        self._socket: ClientSocket | None = None
+        self._connected: asyncio.Future[None]
+        self._welcome: asyncio.Future[PeerIdentity]
+        self._lost: asyncio.Future[None]
+        self._retry_s = RETRY_S
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.ref.worker_id
+
+    def send(self, message: msgspec.Struct) -> bool:
+        return self._socket is not None and self._socket.send(encode(message))
+
+    def reset_if_closed(self) -> None:
+        """Connect anew when the transport found the peer lost although its control connection stands."""
+        if self.kv_link is not None and not self.kv_link.is_open:
+            _resolve(self._lost, None)
+
+    async def run(self) -> None:
+        """Connect, serve, and connect again, until cancelled."""
+        while True:
+            self._retry_s = RETRY_S
+            try:
+                await self._one_connection()
+            except (TransferError, ProtocolError, TimeoutError, ConnectionError) as error:
+                logger.warning("no link to source: %s", error, extra={"worker_id": self.worker_id})
+            finally:
+                self._forget()
+            await asyncio.sleep(self._retry_s)
+
+    async def _one_connection(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._connected, self._welcome, self._lost = (loop.create_future() for _ in range(3))
+        self._socket = ClientSocket(
+            security=self._owner.security,
+            address=self._address,
+            on_message=self._on_payload,
+            on_connected=lambda: _resolve(self._connected, None),
+            on_lost=lambda: _resolve(self._lost, None),
+        )
+        await self._unless_lost(self._connected, CONNECT_TIMEOUT_S)
+        self.send(handshake.hello(self._owner.compatibility_hash, self._owner.identity()))
+        identity = await self._unless_lost(self._welcome, HANDSHAKE_TIMEOUT_S)
+        if PeerRef(identity.worker_id, identity.epoch) != self.ref:
+            raise ProtocolError(f"{self._address} is {identity.worker_id} of another epoch, not {self.ref.worker_id}")
+        connecting = asyncio.ensure_future(self._owner.transport.connect(identity, timeout_s=HANDSHAKE_TIMEOUT_S))
+        self.kv_link = await self._unless_lost(connecting, HANDSHAKE_TIMEOUT_S + 1)
+        logger.info("ready to read from source", extra={"worker_id": self.worker_id})
+        self._owner.on_ready_change()
+        await self._lost
+
+    async def _unless_lost(self, future: "asyncio.Future[T]", timeout_s: float) -> T:
+        """The result of ``future``; raises ``ConnectionError`` when the connection goes first."""
+        try:
+            either: list[asyncio.Future[Any]] = [future, self._lost]
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if future.done():
+                return future.result()
+            if self._lost.done():
+                raise ConnectionError(f"connection to {self._address} is gone")
+            raise TimeoutError(f"{self._address} did not answer in {timeout_s:g} s")
+        finally:
+            future.cancel()
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self.kv_link is not None:
+            self._owner.transport.disconnect(self.kv_link)
+            self.kv_link = None
+            logger.warning("lost source", extra={"worker_id": self.worker_id})
+            self._owner.handler.on_source_lost(self.ref)
+            self._owner.on_ready_change()
+
+    def _on_payload(self, payload: bytes) -> None:
+        try:
+            message = self._decoder.decode(payload)
+            match message:
+                case PeerWelcome():
+                    _resolve(self._welcome, handshake.check(message, self._owner.compatibility_hash))
+                case PeerRefused():
+                    self._retry_s = REFUSED_RETRY_S
+                    raise ProtocolError(f"refused by {self.worker_id}: {message.reason}")
+                case _:
+                    self._owner.handler.on_source_reply(self.ref, message)
+        except ProtocolError as error:
+            self._owner.num_rejected_messages += 1
+            logger.warning("from source: %s", error.message, extra={"worker_id": self.worker_id})
+            if not self._welcome.done():
+                self._welcome.set_exception(error)
+
+
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
