@@ -1,34 +1,162 @@
 """The one decoder: every supported family is a configuration of it."""
 
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from twopool.kernels.activation import gated_activation
+from twopool.kernels.attention import AttentionPlan, paged_attention, plan_attention
+from twopool.kernels.kv_cache import slot_rows, write_kv
+from twopool.kernels.linear import linear
+from twopool.kernels.rms_norm import add_rms_norm_, rms_norm
+from twopool.kernels.rope import apply_rope
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
+from twopool.models.layers import (
+    DecoderWeights,
+    LayerWeights,
+    expected_tensors,
+    load_weights,
+    unused_tensors,
+)
+from twopool.models.rope import RotaryTable
+from twopool.models.weights import WeightFiles
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What every layer of one forward pass shares."""
+
+    kv_pool: Tensor
+    kv_rows: Tensor
+    """[T, 2, num_kv_heads] int64, see `slot_rows`"""
+    cos: Tensor
+    signed_sin: Tensor
+    plans: dict[int | None, AttentionPlan]
+    """one for each distinct sliding window"""
 
 
 class Decoder:
     """Weights of a decoder-only transformer and its forward pass over a paged KV pool.
 
     The KV pool is one contiguous tensor
-    [num_blocks, num_kv_heads, num_layers, 2 (K, V), block_size, head_dim] of the decoder's dtype.
+    [num_blocks, num_kv_heads, num_layers, 2 (K, V), block_size, head_dim] of the decoder's dtype, on
+    its device. A decoder has no state of its own: it may serve several pools.
     """
 
-    config: DecoderConfig
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, weights_fingerprint: str) -> None:
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._weights = weights
+        self._weights_fingerprint = weights_fingerprint
+        self._rotary = RotaryTable(config.rope, config.head_dim, dtype=self.dtype, device=self.device)
 
     @classmethod
     def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device) -> "Decoder":
-        """Read config.json and the safetensors files of `folder`; ModelError says what is wrong."""
-        raise NotImplementedError
+        """Read config.json and the safetensors files of `folder`, converting to `dtype`.
 
+        Raises ModelError: what is missing, damaged or not supported, and in which file.
+        """
+        if dtype not in SUPPORTED_DTYPES:
+            raise ValueError(f"dtype must be one of {SUPPORTED_DTYPES}, not {dtype}")
+        config = DecoderConfig.from_folder(folder)
+        files = WeightFiles(folder)
+        expected = expected_tensors(config)
+        files.check(expected, unused_tensors(config))
+        with torch.inference_mode():
+            weights = load_weights(config, files, dtype=dtype, device=device)
+        return cls(config, weights, weights_fingerprint=files.fingerprint(list(expected)))
+
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
         """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits."""
-        raise NotImplementedError
+        self._check_pool(kv_pool)
+        cos, signed_sin = self._rotary.rows(batch.positions)
+        step = _Step(
+            kv_pool=kv_pool,
+            kv_rows=slot_rows(batch.slots, kv_pool),
+            cos=cos,
+            signed_sin=signed_sin,
+            plans={window: self._plan(batch, kv_pool, window) for window in self._windows()},
+        )
+        hidden = self._hidden(batch, step)
+        return linear(hidden, self._weights.head).float()
 
     def fingerprint(self) -> str:
-        """Hash of what the numbers mean: equal files give equal values on every machine."""
-        raise NotImplementedError
+        """sha256 of what the numbers mean: equal files give equal values on every machine.
+
+        The dtype computed in is not part of it; the KV geometry names that.
+        """
+        parts = f"{self.config.fingerprint()} {self._weights_fingerprint}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def _hidden(self, batch: ForwardBatch, step: _Step) -> Tensor:
+        """-> [R, hidden_size], the normalised last hidden state of the wanted rows."""
+        weights, eps = self._weights, self.config.rms_norm_eps
+        residual = weights.embedding.index_select(0, batch.token_ids)  # [T, hidden_size]
+        normed = rms_norm(residual, weights.layers[0].input_norm, eps)
+        for number, layer in enumerate(weights.layers):
+            attended = self._attention(normed, number, layer, step)
+            last = number + 1 == len(weights.layers)
+            if last:  # the rest of the last layer matters only where logits are wanted
+                attended = attended.index_select(0, batch.logit_rows)
+                residual = residual.index_select(0, batch.logit_rows)
+            attended = linear(attended, layer.output)
+            normed = add_rms_norm_(attended, residual, layer.post_attention_norm, eps)
+            inner = gated_activation(linear(normed, layer.gate_up), self.config.activation)
+            following = weights.final_norm if last else weights.layers[number + 1].input_norm
+            normed = add_rms_norm_(linear(inner, layer.down), residual, following, eps)
+        return normed
+
+    def _attention(self, normed: Tensor, number: int, layer: LayerWeights, step: _Step) -> Tensor:
+        """normed [T, hidden_size] -> [T, num_heads * head_dim], before the output projection."""
+        config = self.config
+        num_heads, first_value = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
+        queries_keys, values = qkv[:, :first_value], qkv[:, first_value:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries = rms_norm(queries_keys[:, :num_heads], layer.q_norm, config.rms_norm_eps)
+            keys = rms_norm(queries_keys[:, num_heads:], layer.k_norm, config.rms_norm_eps)
+            queries_keys = torch.cat((queries, keys), dim=1)
+        rotated = apply_rope(queries_keys, step.cos, step.signed_sin)
+        queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
+        write_kv(step.kv_pool, number, step.kv_rows, keys, values)
+        attended = paged_attention(
+            queries,
+            step.kv_pool,
+            number,
+            step.plans[config.sliding_window[number]],
+            scale=config.head_dim**-0.5,
+        )
+        return attended.view(normed.shape[0], -1)
+
+    def _windows(self) -> set[int | None]:
+        return set(self.config.sliding_window)
+
+    def _plan(self, batch: ForwardBatch, kv_pool: Tensor, window: int | None) -> AttentionPlan:
+        return plan_attention(
+            query_lens=batch.query_lens_host,
+            context_lens=batch.context_lens_host,
+            block_tables=batch.block_tables,
+            kv_pool=kv_pool,
+            sliding_window=window,
+            dtype=self.dtype,
+        )
+
+    def _check_pool(self, kv_pool: Tensor) -> None:
+        config = self.config
+        wanted = (config.num_kv_heads, config.num_layers, 2, config.head_dim)
+        shape = kv_pool.shape
+        if len(shape) != 6 or (*shape[1:4], shape[5]) != wanted or not kv_pool.is_contiguous():
+            raise ValueError(
+                f"the KV pool is {list(shape)}, expected a contiguous [num_blocks, "
+                f"{wanted[0]}, {wanted[1]}, 2, block_size, {wanted[3]}]"
+            )
+        if kv_pool.dtype != self.dtype:
+            raise ValueError(f"the KV pool is {kv_pool.dtype}, the decoder {self.dtype}")

@@ -1,0 +1,15 @@
+"""The gated activation of the feed-forward block."""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gated_activation(gate_up: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"]) -> Tensor:
+    """gate_up [T, 2 * n], gate before up -> activation(gate) * up [T, n] contiguous."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return F.gelu(gate, approximate=approximate).mul_(up)
