@@ -1,12 +1,8 @@
 """Moving KV blocks between workers: the one interface every transport fulfils.
 
 All movement is a one-sided READ into the reader's own pool. A transport belongs to one rank and owns one pool of
-``geometry.num_blocks`` blocks, of which the last two are the transport's:
-
-- block ``num_blocks - 1``, ``RankPool.canary_block``: known bytes that peers read in the handshake;
-- block ``num_blocks - 2``: where this rank's own canary reads land.
-
-A worker's block pool manages blocks ``[0, num_blocks - NUM_RESERVED_BLOCKS)`` and leaves the others alone.
+``geometry.num_blocks`` blocks. The last one, ``RankPool.canary_block``, holds known bytes that peers read in the
+handshake; a worker's block pool manages blocks ``[0, num_blocks - NUM_RESERVED_BLOCKS)`` and leaves that one alone.
 
 Every method is called on the event loop given at creation and returns at once or is awaited; the work happens on a
 thread of the transport. Each awaited call on a peer has a deadline.
@@ -18,10 +14,13 @@ A fetch's life::
                 ├─────► FAILED     wait() raises TransferError: peer lost, deadline passed, link closed
                 └─────► CANCELLED  wait() raises TransferError
                            │
-                           └─ the READ may still write its destination until `settled` is done
+                           └─ failed or cancelled, READs may still write the destination until `settled` is done
 
-A READ that was posted cannot be taken back, so whoever owns the destination blocks keeps them out of use
-(*quarantined*) until ``settled``: the READ is over, or the endpoint it came through is closed (``disconnect``).
+A READ that was posted cannot be taken back, not even by closing its endpoint: over TCP, UCX delivers what a stopped
+peer sends once it runs again, after the handle was released and the peer removed (measured with NIXL 1.5.1). So
+whoever owns the destination blocks keeps them out of use (*quarantined*) until ``settled``: every READ of the fetch
+has completed or failed. A peer that dies fails them within milliseconds; one that is stopped may keep them for as
+long as it is.
 """
 
 import asyncio
@@ -34,8 +33,8 @@ import numpy.typing as npt
 from twopool.protocol.errors import TransferError
 from twopool.protocol.messages import PeerIdentity, RankPool
 
-NUM_RESERVED_BLOCKS = 2
-"""Blocks at a pool's end that belong to the transport: the canary's source and the canary reads' destination."""
+NUM_RESERVED_BLOCKS = 1
+"""Blocks at a pool's end that belong to the transport: the canary."""
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -134,7 +133,7 @@ class KvTransport(Protocol):
         ...
 
     def disconnect(self, link: PeerLink) -> None:
-        """Close the endpoint: open fetches of the link fail and settle. Idempotent; never waits for the peer."""
+        """Close the link: its open fetches fail now and settle when their READs are over. Idempotent, never waits."""
         ...
 
     def fetch(self, link: PeerLink, request: FetchRequest, *, timeout_s: float) -> FetchHandle:
@@ -151,7 +150,11 @@ class KvTransport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Disconnect every link and end the thread. Idempotent. The pool stays registered: peers may still read it."""
+        """Disconnect every link and end the thread. Idempotent.
+
+        The pool stays registered as long as the process lives: peers may still read it. What is unsettled now never
+        settles.
+        """
         ...
 
 
