@@ -1,0 +1,115 @@
+"""What crosses from the event loop to the compute thread and back: one plan and one result a step."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from twopool.kernels.sampling import SamplingBatch
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step over S sequences, T rows in all; what every rank is told. Small numpy arrays, nothing else.
+
+    A sequence's rows are its last ones: positions context_len - query_len ... context_len - 1.
+    """
+
+    token_ids: Ints
+    """[T] int32, the sequences' rows one after another"""
+    query_lens: Ints
+    """[S] int32, rows of each sequence, at least 1"""
+    context_lens: Ints
+    """[S] int32, tokens of each sequence in the cache after this step"""
+    block_tables: Ints
+    """[S, max_blocks] int32, padded with 0"""
+    copies: Ints
+    """[C, 2] int32, (source block, destination block), done before anything is written; no block is both"""
+    logit_sequences: Ints
+    """[L] int32, ascending: sequences whose last row's logits are wanted"""
+    sampling: SamplingBatch
+    """R draws, each from the logits of one of the L sequences"""
+    draw_logits: Ints
+    """[R] int32, which of the L rows of logits each draw is from"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step drew; arrays have one entry a draw of the plan."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[R] int64; meaningless where ``bad``"""
+    bad: npt.NDArray[np.bool_]
+    """[R] bool: the row had no usable logits (NaN, +inf, or nothing finite)"""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """[R] float32 of the drawn token; None when no draw asked. Rows that did not ask hold 0"""
+    top_ids: npt.NDArray[np.int64] | None = None
+    """[R, N] int64, the most likely tokens, best first; None when no draw asked for any"""
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    """[R, N] float32"""
+    compute_s: float = field(default=0.0, compare=False)
+
+
+class StepExecutor(Protocol):
+    """Runs plans, one at a time."""
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        """Raises whatever the computation raised; the executor stays usable."""
+        ...
+
+    def close(self) -> None:
+        """Finish the step under way and stop; idempotent."""
+        ...
+
+
+class ThreadExecutor:
+    """Runs plans on one thread of its own, so that compute never blocks the event loop.
+
+    The thread is no daemon: interpreter exit waits for the step under way instead of tearing torch down beneath it.
+    """
+
+    def __init__(self, compute: Callable[[StepPlan], StepResult]) -> None:
+        self._compute = compute
+        self._queue: queue.SimpleQueue[tuple[StepPlan, asyncio.Future[StepResult]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine-step")
+        self._thread.start()
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self._queue.put((plan, future))
+        # A cancelled caller must not look finished while the thread still writes KV blocks.
+        return await asyncio.shield(future)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            plan, future = item
+            try:
+                result = self._compute(plan)
+            except Exception as error:  # whatever it is, the caller on the event loop has to hear of it
+                _deliver(future, _set_exception, error)
+            else:
+                _deliver(future, _set_result, result)
+
+
+def _deliver(
+    future: "asyncio.Future[StepResult]", setter: Callable[["asyncio.Future[StepResult]", object], None], value: object
+) -> None:
+    raise NotImplementedError
+
+
+def _set_result(future: "asyncio.Future[StepResult]", value: object) -> None: ...
+
+
+def _set_exception(future: "asyncio.Future[StepResult]", value: object) -> None: ...
