@@ -58,8 +58,6 @@ class RouterHandler(Protocol):
 
     def on_router_lost(self, router_id: RouterId) -> None: ...
 
-    def on_drain(self) -> None: ...
-
 
 class RouterLinks:
     """All links of one worker. ``registration`` and ``heartbeat`` are asked each time one is sent."""
@@ -72,6 +70,7 @@ class RouterLinks:
         registration: Callable[[], Register],
         heartbeat: Callable[[], Heartbeat],
         handler: RouterHandler,
+        on_drain: Callable[[], None],
     ) -> None:
         self.num_rejected_messages = 0
         self.registered = asyncio.Event()
@@ -79,6 +78,7 @@ class RouterLinks:
         self.registration = registration
         self.heartbeat = heartbeat
         self.handler = handler
+        self.on_drain = on_drain
         self._by_router: dict[RouterId, RouterLink] = {}
         self._links = [RouterLink(tcp_address(*parse_tcp_address(a, param="--router")), self) for a in addresses]
 
@@ -206,7 +206,7 @@ class RouterLink:
             case Peers():
                 self._owner.handler.on_peers(self._router_id, message.peers)
             case Drain():
-                self._owner.handler.on_drain()
+                self._owner.on_drain()
             case Generate() | Cancel() | CancelChoice() | ResendFrom():
                 self._owner.handler.on_request_message(self._router_id, message)
 

@@ -1,0 +1,95 @@
+"""What a worker loads before it serves: weights, KV pool, threads."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from twopool.engine.kv_cache import allocate_kv_pool, kv_cache_blocks
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
+from twopool.models.decoder import Decoder
+from twopool.protocol.config import WorkerConfig
+from twopool.protocol.errors import ConfigError, ModelError
+from twopool.protocol.geometry import KvDtype, KvGeometry
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and its KV pool. ``kv_pool`` has ``geometry.shape`` and lives until the process ends."""
+
+    decoder: Decoder
+    geometry: KvGeometry
+    kv_pool: torch.Tensor
+
+    @property
+    def compatibility_hash(self) -> str:
+        """Equal on two workers exactly when their KV means the same; shape and order are not part of it."""
+        meaning = f"{self.decoder.fingerprint()} {self.geometry.dtype}"
+        return hashlib.sha256(meaning.encode()).hexdigest()[:32]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.decoder.config.max_model_len
+
+
+def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
+    """Read the model in ``folder`` and allocate its KV pool. Raises ``ModelError`` or ``ConfigError``."""
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, folder)
+    decoder = Decoder.load(folder, dtype=_DTYPES[dtype], device=device)
+    _check_length(config, decoder.config.max_model_len)
+    geometry = KvGeometry(
+        num_blocks=kv_cache_blocks(config, decoder.config, _DTYPES[dtype]) + NUM_RESERVED_BLOCKS,
+        block_size=config.block_size,
+        num_layers=decoder.config.num_layers,
+        num_kv_heads=decoder.config.num_kv_heads,
+        num_kv_heads_local=decoder.config.num_kv_heads,
+        head_dim=decoder.config.head_dim,
+        dtype=dtype,
+        memory="host" if device.type == "cpu" else "device",
+        device_index=device.index or 0,
+    )
+    return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: expected cpu, cuda or cuda:N", param="--device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch sees no GPU here", param="--device")
+    return device
+
+
+def _dtype(name: str, folder: Path) -> KvDtype:
+    """The dtype asked for, or the one the model's config names."""
+    if name == "auto":
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
+        name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if name not in _DTYPES:
+        raise ModelError(f"dtype {name} of {folder / 'config.json'} is not one of {', '.join(_DTYPES)}")
+    return cast(KvDtype, name)
+
+
+def _check_length(config: WorkerConfig, model_len: int) -> None:
+    if config.max_model_len is not None and config.max_model_len > model_len:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the model was made for {model_len}", param="--max-model-len"
+        )

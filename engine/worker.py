@@ -1,0 +1,323 @@
+"""A worker process: everything both roles share, around the role that is given.
+
+Starting: load the model, allocate the pool, warm up, bind the peer address, register. One event loop holds all state
+(pool, scheduler, jobs); compute has its thread, the transport has its own. SIGTERM drains; whatever raises ends the
+process, and the others see a lost worker.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import uvloop
+
+from twopool.engine.block_pool import BlockPool
+from twopool.engine.core import Engine
+from twopool.engine.hold import HoldPoints
+from twopool.engine.loading import LoadedModel, load_model
+from twopool.engine.model_runner import ModelRunner
+from twopool.engine.requests import StepOutput
+from twopool.engine.router_link import RouterHandler, RouterLinks
+from twopool.engine.scheduler import SchedulerConfig
+from twopool.engine.source_links import ReaderHandler, SourceLinks
+from twopool.engine.source_server import SourceHandler, SourceServer
+from twopool.engine.step import StepExecutor, StepPlan, StepResult, ThreadExecutor
+from twopool.kv_transfer.factory import create_transport
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
+from twopool.protocol.config import WorkerConfig
+from twopool.protocol.errors import ConfigError, TwopoolError
+from twopool.protocol.ids import WorkerId, new_epoch, new_worker_id
+from twopool.protocol.logs import setup_logging
+from twopool.protocol.messages import (
+    PROTOCOL_VERSION,
+    Draining,
+    Heartbeat,
+    PeerIdentity,
+    Register,
+    Role,
+    WorkerStats,
+)
+from twopool.protocol.security import Security
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+
+
+class OpenJobs(Protocol):
+    def __len__(self) -> int: ...
+
+    async def emptied(self) -> None: ...
+
+
+class WorkerRole(RouterHandler, SourceHandler, ReaderHandler, Protocol):
+    """What makes a worker a prefill or a decode worker."""
+
+    @property
+    def jobs(self) -> "OpenJobs":
+        """What this worker holds anything for."""
+        ...
+
+    @property
+    def expects_readers(self) -> bool:
+        """Whether peers may be reading this worker's pool now."""
+        ...
+
+    def on_step(self, output: StepOutput) -> None: ...
+
+    def on_tick(self, now_s: float) -> None: ...
+
+    def start_draining(self) -> None:
+        """Finish what is open, take nothing new."""
+        ...
+
+    async def close(self) -> None:
+        """Give back everything that is held."""
+        ...
+
+
+@dataclass
+class TransferStats:
+    """Monotonic counters the roles keep."""
+
+    kv_transfers: int = 0
+    kv_transfer_bytes: int = 0
+    kv_transfer_s: float = 0.0
+    kv_transfer_failures: int = 0
+    stale_tickets: int = 0
+    pins_expired: int = 0
+    local_prefills: int = 0
+
+
+class WorkerHost:
+    """The parts of one worker and their lives. Create it on the running loop."""
+
+    def __init__(
+        self, config: WorkerConfig, role: Role, model: LoadedModel, make_role: "Callable[[WorkerHost], WorkerRole]"
+    ) -> None:
+        self.config = config
+        self.worker_id = new_worker_id(role) if config.worker_id is None else WorkerId(config.worker_id)
+        self.geometry = model.geometry
+        self.hold = HoldPoints(config.hold_seconds)
+        self.transfer_stats = TransferStats()
+        self.pool = BlockPool(
+            model.geometry.num_blocks - NUM_RESERVED_BLOCKS,
+            config.block_size,
+            epoch=new_epoch(),
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self._model = model
+        self._role_name = role
+        self._stopping = asyncio.Event()
+        self._security = Security(config.cluster_key)
+        self.transport = create_transport(
+            config.kv_transport,
+            pool=model.kv_pool,
+            geometry=model.geometry,
+            epoch=self.pool.epoch,
+            agent_name=f"{self.worker_id}-{self.pool.epoch:x}",
+            backend=config.nixl_backend,
+            ucx_tls=config.ucx_tls,
+        )
+        self.executor: StepExecutor = _executor(model, self.hold)
+        self.engine = Engine(
+            pool=self.pool,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_waiting=config.max_waiting,
+                max_model_len=config.max_model_len or model.max_model_len,
+                vocab_size=model.decoder.config.vocab_size,
+            ),
+            executor=self.executor,
+            on_step=self._on_step,
+        )
+        self.role = make_role(self)
+        self._server = SourceServer(
+            security=self._security,
+            host=config.host,
+            port=config.port,
+            advertise_host=config.advertise_host,
+            compatibility_hash=model.compatibility_hash,
+            identity=self._identity,
+            handler=self.role,
+        )
+        self.sources = SourceLinks(
+            security=self._security,
+            transport=self.transport,
+            compatibility_hash=model.compatibility_hash,
+            identity=self._identity,
+            handler=self.role,
+            on_ready_change=lambda: self.routers.heartbeat_now(),
+        )
+        self.routers = RouterLinks(
+            config.router,
+            security=self._security,
+            registration=self._registration,
+            heartbeat=self._heartbeat,
+            handler=self.role,
+            on_drain=self.stop,
+        )
+
+    async def serve(self) -> None:
+        """Until SIGTERM, SIGINT or a router's ``Drain``; then drain and close."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        async with asyncio.TaskGroup() as group:
+            parts = (self.engine.run(), self.routers.run(), self.sources.run(), self._tick(), self._announce())
+            tasks = [group.create_task(part) for part in parts]
+            await self._stopping.wait()
+            await self._drain()
+            await self.role.close()
+            for task in tasks:
+                task.cancel()
+        self._server.close()
+        self.executor.close()
+        await self.transport.close()
+        self._security.close()
+        logger.info("stopped", extra={"worker_id": self.worker_id})
+
+    def stop(self) -> None:
+        """Begin to drain; a second call changes nothing."""
+        self._stopping.set()
+
+    def update_expected_readers(self) -> None:
+        """Tell the transport how closely it has to listen to peers."""
+        self.transport.expect_readers(self.role.expects_readers or self._server.in_handshake)
+
+    def _on_step(self, output: StepOutput) -> None:
+        self.role.on_step(output)
+
+    async def _tick(self) -> None:
+        while True:
+            self.role.on_tick(time.monotonic())
+            self.update_expected_readers()
+            await asyncio.sleep(TICK_S)
+
+    async def _announce(self) -> None:
+        """The one line on stdout that says this worker is up."""
+        await self.routers.registered.wait()
+        line = {
+            "event": "ready",
+            "role": self._role_name,
+            "worker_id": self.worker_id,
+            "peer_address": self._server.address,
+        }
+        sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+        sys.stdout.flush()
+
+    async def _drain(self) -> None:
+        jobs = self.role.jobs
+        logger.info("draining %d requests", len(jobs), extra={"worker_id": self.worker_id})
+        self.role.start_draining()
+        self.routers.broadcast(Draining(self.pool.epoch))
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await jobs.emptied()
+        except TimeoutError:
+            logger.warning("%d requests did not finish in time", len(jobs))
+
+    def _identity(self) -> PeerIdentity:
+        self.transport.expect_readers(True)
+        return PeerIdentity(
+            worker_id=self.worker_id,
+            role=self._role_name,
+            epoch=self.pool.epoch,
+            transport=self.transport.name,
+            ranks=(self.transport.describe(),),
+        )
+
+    def _registration(self) -> Register:
+        config = self._model.decoder.config
+        return Register(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self.worker_id,
+            role=self._role_name,
+            epoch=self.pool.epoch,
+            model=self.config.model,
+            compatibility_hash=self._model.compatibility_hash,
+            peer_address=self._server.address,
+            max_model_len=self.engine.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            vocab_size=config.vocab_size,
+            block_size=self.config.block_size,
+            num_blocks=self.pool.num_blocks,
+            tp_size=self.config.tensor_parallel_size,
+            dtype=self.geometry.dtype,
+            kernel_backend="torch",
+            local_prefill=self.config.local_prefill,
+        )
+
+    def _heartbeat(self) -> Heartbeat:
+        engine, transfer = self.engine.stats, self.transfer_stats
+        rejected = (self.routers, self._server, self.sources)
+        return Heartbeat(
+            epoch=self.pool.epoch,
+            stats=WorkerStats(
+                blocks=self.pool.counts(),
+                num_running=engine.num_running,
+                num_waiting=engine.num_waiting,
+                num_steps=engine.num_steps,
+                prefill_tokens=engine.prefill_tokens,
+                cached_tokens=engine.cached_tokens,
+                generated_tokens=engine.generated_tokens,
+                preemptions=engine.preemptions,
+                rejected_messages=sum(part.num_rejected_messages for part in rejected),
+                local_prefills=transfer.local_prefills,
+                kv_transfers=transfer.kv_transfers,
+                kv_transfer_bytes=transfer.kv_transfer_bytes,
+                kv_transfer_s=transfer.kv_transfer_s,
+                kv_transfer_failures=transfer.kv_transfer_failures,
+                stale_tickets=transfer.stale_tickets,
+                pins_expired=transfer.pins_expired,
+            ),
+            peers=self.sources.ready(),
+        )
+
+
+def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callable[[WorkerHost], WorkerRole]) -> int:
+    """A whole worker process in the foreground; returns its exit status."""
+    setup_logging(process=config.worker_id or role, level=config.log_level, style=config.log_format)
+
+    async def main(model: LoadedModel) -> None:
+        await WorkerHost(config, role, model, make_role).serve()
+
+    try:
+        model = load_model(config, folder)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main(model))
+    except TwopoolError as error:
+        sys.stderr.write(f"twopool: error: {error.message}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _executor(model: LoadedModel, hold: HoldPoints) -> StepExecutor:
+    """The warmed-up executor of this process's rank."""
+    runner = ModelRunner(model.decoder, model.kv_pool)
+    runner.warm_up()
+    executor = ThreadExecutor(runner.run)
+    return _HoldingExecutor(executor, hold.seconds("running")) if hold.seconds("running") else executor
+
+
+class _HoldingExecutor:
+    """Tests only: every step starts late, so that requests stay in RUNNING."""
+
+    def __init__(self, executor: StepExecutor, seconds: float) -> None:
+        self._executor = executor
+        self._seconds = seconds
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        await asyncio.sleep(self._seconds)
+        return await self._executor.execute(plan)
+
+    def close(self) -> None:
+        self._executor.close()
