@@ -1,0 +1,90 @@
+"""Text to token ids, as the model's own files say, without transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from twopool.protocol.errors import ModelError
+from twopool.protocol.token_hash import TokenIds
+from twopool.router.detokenizer import TokenTable
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextTokenizer:
+    """One model's tokenizer. ``encode`` may run in any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, *, bos_id: int | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._bos_id = bos_id
+        self.table = TokenTable(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """``[n]`` int32. A BOS that ``text`` already begins with is not added a second time."""
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
+            ids = ids[1:]
+        return np.array(ids, dtype=np.int32)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given by its exact string."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+
+def special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens (``bos_token`` ...) and others a template may use, as plain strings."""
+    named = {name: _content(tokenizer_config.get(name)) for name in _NAMED_TOKENS}
+    extra = {
+        name: _content(value)
+        for name, value in tokenizer_config.items()
+        if name.endswith("_token") and name not in named and not isinstance(value, bool)
+    }
+    return {name: content for name, content in {**named, **extra}.items() if content is not None}
+
+
+def load_tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> TextTokenizer:
+    """Read ``tokenizer.json``, then apply what ``tokenizer_config.json`` says; raises ``ModelError``."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    named = special_tokens(tokenizer_config)
+    _add_missing_special_tokens(tokenizer, named)
+    _apply_bos_eos_flags(tokenizer, tokenizer_config, named)
+    bos = named.get("bos_token")
+    return TextTokenizer(tokenizer, bos_id=None if bos is None else tokenizer.token_to_id(bos))
+
+
+def _content(token: Any) -> str | None:
+    """A token written as a string or as ``{"content": ...}``."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _add_missing_special_tokens(tokenizer: Tokenizer, named: dict[str, str]) -> None:
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [AddedToken(content, special=True) for content in dict.fromkeys(named.values()) if content not in known]
+    if missing:
+        tokenizer.add_special_tokens(missing)
+
+
+def _apply_bos_eos_flags(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
+    """``add_bos_token``/``add_eos_token``, where given, replace the post-processor of ``tokenizer.json``."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    before, after = ([f"{bos}:0"] if bos else []), ([f"{eos}:0"] if eos else [])
+    single = [*before, "$A:0", *after]
+    ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(filter(None, (bos, eos)))]
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
