@@ -186,11 +186,12 @@ async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], Non
     pending = b""
     while chunk := await stream.read(_READ_BYTES):
         *lines, pending = (pending + chunk).split(b"\n")
-        while len(pending) > _MAX_LINE_BYTES:
-            lines.append(pending[:_MAX_LINE_BYTES])
-            pending = pending[_MAX_LINE_BYTES:]
+        if len(pending) > _MAX_LINE_BYTES:
+            lines.append(pending)
+            pending = b""
         for line in lines:
-            on_line(_text(line))
+            for start in range(0, max(len(line), 1), _MAX_LINE_BYTES):
+                on_line(_text(line[start : start + _MAX_LINE_BYTES]))
     if pending:
         on_line(_text(pending))
 
