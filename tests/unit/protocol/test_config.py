@@ -1,0 +1,101 @@
+"""Configuration: flags, validation, addresses."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from twopool.protocol.config import DecodeConfig, RouterConfig, WorkerConfig, add_flags, from_namespace
+from twopool.protocol.endpoints import bracketed, is_loopback, parse_tcp_address, tcp_address
+from twopool.protocol.errors import ConfigError
+
+
+def parse(config: type, *args: str) -> WorkerConfig | RouterConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, config)
+    result: object = from_namespace(config, parser.parse_args(args))
+    assert isinstance(result, WorkerConfig | RouterConfig)
+    return result
+
+
+@pytest.mark.parametrize("config", [RouterConfig, DecodeConfig])
+def test_defaults_are_valid_and_every_field_is_a_flag(config: type) -> None:
+    assert parse(config) == config()
+    help_text = argparse.ArgumentParser()
+    add_flags(help_text, config)
+    for item in dataclasses.fields(config):
+        assert "--" + item.name.replace("_", "-") in help_text.format_help()
+
+
+def test_flags_are_read() -> None:
+    config = parse(
+        DecodeConfig,
+        *("--model", "m", "--router", "127.0.0.1:1,[::1]:2", "--block-size", "32"),
+        *("--no-enable-prefix-caching", "--hold-points", "queued=1.5,fetching=2"),
+    )
+    assert isinstance(config, WorkerConfig)
+    assert config.router == ("127.0.0.1:1", "[::1]:2")
+    assert (config.block_size, config.enable_prefix_caching) == (32, False)
+    assert config.hold_seconds == {"queued": 1.5, "fetching": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("args", "flag", "value"),
+    [
+        (("--block-size", "24"), "--block-size", "24"),
+        (("--block-size", "8"), "--block-size", "8"),
+        (("--port", "70000"), "--port", "70000"),
+        (("--max-num-seqs", "0"), "--max-num-seqs", "0"),
+        (("--kv-cache-memory", "-1"), "--kv-cache-memory", "-1"),
+        (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization", "1.5"),
+        (("--router", "nohost"), "--router", "nohost"),
+        (("--router", "::1:5555"), "--router", "::1:5555"),
+        (("--router", ""), "--router", ""),
+        (("--host", "0.0.0.0"), "--host", "0.0.0.0"),
+        (("--router", "10.0.0.1:80"), "--router", "10.0.0.1"),
+        (("--hold-points", "queued"), "--hold-points", "queued"),
+        (("--num-threads", "-1"), "--num-threads", "-1"),
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size", "2"),
+    ],
+)
+def test_each_refusal_names_flag_and_value(args: tuple[str, ...], flag: str, value: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(DecodeConfig, *args)
+    assert flag in raised.value.message and value in raised.value.message
+
+
+def test_an_open_address_is_fine_with_a_key() -> None:
+    assert WorkerConfig(host="0.0.0.0", cluster_key=Path("key")).host == "0.0.0.0"
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0"):
+        RouterConfig(host="0.0.0.0")
+
+
+def test_served_names_default_to_the_model() -> None:
+    assert RouterConfig(model="m").served_names == ("m",)
+    assert RouterConfig(model="m", served_model_name=("a", "b")).served_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("127.0.0.1:80", ("127.0.0.1", 80)),
+        ("[::1]:80", ("::1", 80)),
+        ("tcp://host.example:65535", ("host.example", 65535)),
+    ],
+)
+def test_addresses_round_trip(text: str, parsed: tuple[str, int]) -> None:
+    assert parse_tcp_address(text, param="--router") == parsed
+    assert parse_tcp_address(tcp_address(*parsed), param="--router") == parsed
+
+
+@pytest.mark.parametrize("text", ["host", "host:", "host:0", "host:65536", ":80", "::1:80", "host:8x"])
+def test_bad_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_tcp_address(text, param="--router")
+
+
+def test_loopback() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))
+    assert (bracketed("::1"), bracketed("[::1]"), bracketed("a")) == ("[::1]", "[::1]", "a")
