@@ -1,0 +1,402 @@
+"""Gives requests to workers and brings their tokens back: each token once and in order, each request ended once.
+
+Everything runs on the router's event loop in direct calls: what arrives on the control socket is handled to its end
+before the next message, and one periodic tick serves every timer. See ``attempts.py`` for a request's automaton.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from twopool.protocol.config import RouterConfig
+from twopool.protocol.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    ProtocolError,
+    TwopoolError,
+    UnavailableError,
+    WorkerFailedError,
+)
+from twopool.protocol.ids import ChoiceIndex, RequestId, RouterId
+from twopool.protocol.messages import AttemptFailed, Busy, Cancel, CancelChoice, PeerRef, TokenDelta
+from twopool.router.attempts import EarlySink, Flight, Phase, to_error
+from twopool.router.availability import RETRY_AFTER_S, Availability
+from twopool.router.control import ControlPlane, ControlSocket
+from twopool.router.interface import RoutedRequest, TokenSink
+from twopool.router.pairing import Pairing, can_serve, choose
+from twopool.router.registry import Worker, WorkerRegistry
+from twopool.router.token_intake import TokenIntake
+from twopool.router.waiting import Deadlines, WaitQueue
+from twopool.router.worker_metrics import AttemptOutcome, DispatchFigures, export
+
+logger = logging.getLogger(__name__)
+
+_FAULTS_OF_REQUESTS = ("invalid_request", "context_length", "bad_logits", "timeout")
+
+
+@dataclass(frozen=True)
+class DispatchTimings:
+    """Periods in seconds. ``stall_s``: how long a connected worker may make no progress."""
+
+    tick_s: float = 0.02
+    stall_s: float = 60.0
+    stall_check_s: float = 1.0
+
+
+class RequestDispatcher:
+    """The worker half of the router (``interface.Dispatcher``).
+
+    Give its ``on_message`` and ``on_lost`` to the control socket, ``start`` it on the running loop and ``close`` it.
+    Without ``start`` nothing times out by itself; tests may call ``tick``.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: RouterId,
+        control: ControlSocket,
+        *,
+        metrics: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        timings: DispatchTimings | None = None,
+    ) -> None:
+        self.figures = DispatchFigures()
+        self.workers = WorkerRegistry()
+        self.control = ControlPlane(router_id, control, self.workers, self, clock=clock)
+        self.on_message = self.control.on_message
+        self.on_lost = self.control.on_lost
+        self._config = config
+        self._availability = Availability(self.workers, config.max_model_len, clock)
+        self._clock = clock
+        self._timings = timings or DispatchTimings()
+        self._flights: dict[RequestId, Flight] = {}
+        self._queue = WaitQueue()
+        self._deadlines = Deadlines()
+        self._num_submitted = 0
+        self._pumping = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._next_stall_check_s = 0.0
+        self._histograms = export(
+            metrics if metrics is not None else CollectorRegistry(),
+            self.workers,
+            self.figures,
+            queue_length=lambda: len(self._queue),
+            num_in_flight=lambda: len(self._flights) - len(self._queue),
+            num_rejected_messages=lambda: self.control.num_rejected_messages,
+            num_workers_lost=lambda: self.control.num_workers_lost,
+        )
+        self._intake = TokenIntake(self, self.control, self._flights, self.figures, self._histograms, clock)
+
+    # --- the HTTP half calls ---
+
+    def submit(self, request: RoutedRequest, sink: TokenSink) -> None:
+        """See ``interface.Dispatcher``; also raises ``ContextLengthError`` for a prompt no worker can hold."""
+        if request.request_id in self._flights:
+            raise ValueError(f"request {request.request_id} is already under way")
+        now = self._clock()
+        early = EarlySink()
+        flight = Flight.of(request, early, self._num_submitted)
+        self._availability.check(flight.need())
+        if len(self._queue) >= self._config.max_queue:
+            raise OverloadedError(f"{len(self._queue)} requests are waiting already; try again later")
+        self._num_submitted += 1
+        flight.wait_until_s = now + self._config.max_queue_wait_s
+        self._flights[request.request_id] = flight
+        self._empty.clear()
+        self._deadlines.add(flight)
+        self._queue.add(flight)
+        self._pump()
+        flight.sink = sink
+        if early.error is not None:
+            raise early.error
+
+    def cancel(self, request_id: RequestId) -> None:
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._end(flight, "cancelled", stop_workers=True)
+            self._pump()
+
+    def finish_choice(self, request_id: RequestId, choice: ChoiceIndex) -> None:
+        flight = self._flights.get(request_id)
+        if flight is None or not 0 <= choice < len(flight.choices) or flight.choices[choice].ended:
+            return
+        flight.choices[choice].ended = True
+        flight.num_open -= 1
+        if flight.num_open == 0:
+            self._end(flight, "finished", stop_workers=True)
+            self._pump()
+        elif flight.decode is not None and flight.attempt is not None:
+            message = CancelChoice(request_id=request_id, attempt=flight.attempt, choice=choice)
+            self.control.send(flight.decode, message)
+
+    def is_ready(self) -> bool:
+        return self._availability.readiness()[0]
+
+    def ready_reason(self) -> str:
+        return self._availability.readiness()[1]
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._availability.max_model_len
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.workers.vocab_size
+
+    # --- life of the dispatcher ---
+
+    def start(self) -> None:
+        """Begin to tick, on the running event loop."""
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._tick_forever(), name="dispatcher-tick")
+
+    def drain(self) -> None:
+        """Take no new requests; those under way go on."""
+        self._availability.draining = True
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; ``False`` when ``timeout_s`` passed first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop ticking; whatever is still under way is cancelled on the workers and ends in an error. Idempotent."""
+        self._availability.draining = True
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        for flight in list(self._flights.values()):
+            if flight.phase is not Phase.DONE:
+                self.fail(flight, UnavailableError("the router is shutting down", retry_after_s=RETRY_AFTER_S))
+
+    def tick(self) -> None:
+        """Serve every timer that is due."""
+        now = self._clock()
+        for flight in self._deadlines.expired(now):
+            if flight.phase is not Phase.DONE:
+                self._expire(flight)
+        self._deadlines.forget_finished(len(self._flights))
+        for flight in self._queue:
+            if flight in self._queue and flight.wait_until_s is not None and now >= flight.wait_until_s:
+                self._waited_in_vain(flight)
+        self._intake.check_gaps()
+        if now >= self._next_stall_check_s:
+            self._next_stall_check_s = now + self._timings.stall_check_s
+            self.control.lose_stalled(self._timings.stall_s)
+        if len(self._queue) and self.workers.decodes:
+            self._pump()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._timings.tick_s)
+            try:
+                self.tick()
+            except Exception:
+                # Without the tick nothing would time out any more.
+                logger.exception("tick failed")
+
+    # --- what workers report (control.WorkerEvents) ---
+
+    def on_tokens(self, worker: Worker, deltas: tuple[TokenDelta, ...]) -> None:
+        if self._intake.on_tokens(worker, deltas) or len(self._queue):
+            self._pump()
+
+    def on_busy(self, worker: Worker, message: Busy) -> None:
+        flight = self._current(worker, message)
+        if flight is None:
+            return
+        full = next((w for w in (flight.decode, flight.prefill) if w and w.worker_id == message.worker_id), None)
+        flight.end_attempt()
+        self.figures.attempts["busy"] += 1
+        now = self._clock()
+        if full is not None:
+            full.candidate.window.on_busy(full.candidate.load.attempts, now)
+        self._wait(flight, now)
+        self._pump()
+
+    def on_attempt_failed(self, worker: Worker, message: AttemptFailed) -> None:
+        flight = self._current(worker, message)
+        if flight is None:
+            return
+        error = message.error
+        logger.warning(
+            "attempt %d failed: %s: %s",
+            message.attempt,
+            error.kind,
+            error.message,
+            extra={"request_id": message.request_id, "worker_id": worker.worker_id},
+        )
+        blamed = self.workers.get(message.blame) if message.blame is not None else None
+        if blamed is not None and error.kind not in _FAULTS_OF_REQUESTS:
+            blamed.candidate.breaker.on_fault(message.request_id, self._clock())
+        if not error.retryable:
+            self.fail(flight, to_error(error))
+        else:
+            if blamed is not None:
+                flight.avoid.add(blamed.worker_id)
+                if error.kind == "peer_lost":
+                    # The pair is unusable until the decode worker lists the source again.
+                    worker.candidate.sources.discard(PeerRef(blamed.worker_id, blamed.epoch))
+            self._attempt_over(flight, "failed", error.message)
+        self._pump()
+
+    def on_worker_changed(self, worker: Worker) -> None:
+        worker.candidate.window.on_room(worker.candidate.load.attempts)
+        self._availability.workers_changed()
+        self._pump()
+
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+        for request_id in list(worker.requests):
+            flight = self._flights.get(request_id)
+            if flight is None:
+                continue
+            if worker is flight.prefill and flight.taken_over:
+                flight.prefill = None
+            elif worker is flight.decode or worker is flight.prefill:
+                self._attempt_over(flight, "worker_lost", f"{worker.role} worker {worker.worker_id}: {reason}")
+        self._availability.workers_changed()
+        self._pump()
+
+    # --- how attempts and requests end (token_intake.IntakeOwner) ---
+
+    def complete(self, flight: Flight) -> None:
+        """Every choice had its finish reason from a worker (prefill alone, perhaps; decode then ends by itself)."""
+        self._end(flight, "finished", stop_workers=False)
+
+    def fail(self, flight: Flight, error: TwopoolError, outcome: AttemptOutcome = "failed") -> None:
+        if flight.phase is Phase.DONE:
+            return
+        self._end(flight, outcome, stop_workers=True)
+        logger.warning("failed: %s", error.message, extra={"request_id": flight.request.request_id})
+        try:
+            flight.sink.on_error(error)
+        except Exception:
+            # The request is over either way, and the others must not suffer from its consumer.
+            logger.exception("the sink failed", extra={"request_id": flight.request.request_id})
+
+    def retry(self, flight: Flight, worker: Worker, reason: str) -> None:
+        worker.candidate.breaker.on_fault(flight.request.request_id, self._clock())
+        flight.avoid.add(worker.worker_id)
+        self._attempt_over(flight, "failed", reason)
+
+    def _end(self, flight: Flight, outcome: AttemptOutcome, *, stop_workers: bool) -> None:
+        workers = flight.end_attempt()
+        flight.phase = Phase.DONE
+        del self._flights[flight.request.request_id]
+        self._queue.remove(flight)
+        if not self._flights:
+            self._empty.set()
+        self._release(workers, outcome)
+        if stop_workers:
+            self._send_cancel(flight, workers)
+
+    def _attempt_over(self, flight: Flight, outcome: AttemptOutcome, reason: str) -> None:
+        """The present attempt failed: queue the next, unless there were too many."""
+        workers = flight.end_attempt()
+        self._release(workers, outcome)
+        self._send_cancel(flight, workers)
+        if flight.phase is Phase.DONE:
+            return
+        flight.failures += 1
+        if flight.failures >= self._config.max_attempts:
+            self.fail(flight, WorkerFailedError(f"gave up after {flight.failures} attempts; the last one: {reason}"))
+            return
+        logger.info("goes on with another attempt: %s", reason, extra={"request_id": flight.request.request_id})
+        flight.wait_until_s = None
+        self._wait(flight, self._clock())
+
+    def _release(self, workers: list[Worker], outcome: AttemptOutcome) -> None:
+        """Account for an attempt's end; ``workers`` is empty when there was none."""
+        if workers:
+            self.figures.attempts[outcome] += 1
+        for worker in workers:
+            worker.candidate.window.on_room(worker.candidate.load.attempts)
+
+    def _send_cancel(self, flight: Flight, workers: list[Worker]) -> None:
+        if flight.attempt is not None:
+            message = Cancel(request_id=flight.request.request_id, attempt=flight.attempt)
+            for worker in workers:
+                self.control.send(worker, message)
+
+    def _expire(self, flight: Flight) -> None:
+        error = DeadlineError(f"the request did not finish within {flight.request.timeout_s:g} s")
+        self.fail(flight, error, "deadline")
+
+    def _waited_in_vain(self, flight: Flight) -> None:
+        if flight.started:
+            seconds = self._config.resume_timeout_s
+            self.fail(flight, UnavailableError(f"no worker could go on with the request within {seconds:g} s"))
+        else:
+            seconds = self._config.max_queue_wait_s
+            self.fail(flight, OverloadedError(f"no worker had room for the request within {seconds:g} s"))
+
+    def _current(self, worker: Worker, message: Busy | AttemptFailed) -> Flight | None:
+        """The request whose present attempt ``worker`` speaks of."""
+        flight = self._flights.get(message.request_id)
+        if flight is None or flight.attempt != message.attempt:
+            return None
+        return flight if worker is flight.decode or worker is flight.prefill else None
+
+    # --- granting ---
+
+    def _wait(self, flight: Flight, now_s: float) -> None:
+        """Queue a request; a wait that has begun keeps its end."""
+        if flight.wait_until_s is None:
+            longest = self._config.resume_timeout_s if flight.started else self._config.max_queue_wait_s
+            flight.wait_until_s = now_s + longest
+        self._queue.add(flight)
+
+    def _pump(self) -> None:
+        """Grant attempts, oldest request first, as long as workers have room. Re-entrant calls are no-ops."""
+        if self._pumping:
+            return
+        self._pumping = True
+        parked = []
+        try:
+            while (flight := self._queue.first()) is not None:
+                now = self._clock()
+                need = flight.need()
+                decodes, prefills = self.workers.decodes, self.workers.prefills
+                pairing = choose(decodes, prefills, need, now)
+                if pairing is not None:
+                    self._grant(flight, pairing, now)
+                elif can_serve(decodes, prefills, need, now):
+                    break
+                elif flight.started:
+                    # An open stream waits for workers to come back; it does not hold up what others can do.
+                    self._queue.remove(flight)
+                    parked.append(flight)
+                else:
+                    self.fail(flight, self._availability.unavailable())
+        finally:
+            for flight in parked:
+                if flight.phase is Phase.QUEUED:
+                    self._queue.add(flight)
+            self._pumping = False
+
+    def _grant(self, flight: Flight, pairing: Pairing, now_s: float) -> None:
+        decode = self.workers.worker_of(pairing.decode)
+        prefill = self.workers.worker_of(pairing.prefill) if pairing.prefill is not None else None
+        self._queue.remove(flight)
+        if flight.attempt is None:
+            self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
+        flight.begin_attempt(pairing, decode, prefill)
+        pairing.decode.breaker.on_grant(now_s)
+        if pairing.prefill is not None:
+            pairing.prefill.breaker.on_grant(now_s)
+        try:
+            self.control.send(decode, flight.generate(now_s))
+        except ProtocolError as error:
+            self.fail(flight, InvalidRequestError(f"the request is too large: {error.message}"))

@@ -1,0 +1,186 @@
+"""What the router exports about its workers and about the work it gave them (Prometheus).
+
+Workers' figures are read from their last heartbeat when a scrape comes. A worker's series exist while it is
+registered: they vanish with it, and a restarted worker's counters start from zero, which Prometheus takes for the
+counter reset it is. So there are never more series than registered workers times figures.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from twopool.protocol.messages import BlockCounts, HandoverReport, WorkerStats
+from twopool.router.registry import WorkerRegistry
+
+AttemptOutcome = Literal["finished", "busy", "failed", "worker_lost", "cancelled", "deadline"]
+ATTEMPT_OUTCOMES: tuple[AttemptOutcome, ...] = ("finished", "busy", "failed", "worker_lost", "cancelled", "deadline")
+
+DropReason = Literal["repeat", "stale", "gap", "invalid"]
+DROP_REASONS: tuple[DropReason, ...] = ("repeat", "stale", "gap", "invalid")
+
+_LABELS = ("role", "worker")
+_TIME_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+# Field of WorkerStats → metric and help.
+_GAUGES = {
+    "num_running": ("twopool_worker_running", "Sequences in the worker's running batch"),
+    "num_waiting": ("twopool_worker_waiting", "Sequences waiting for room on the worker"),
+}
+_COUNTERS = {
+    "num_steps": ("twopool_worker_steps", "Engine steps"),
+    "prefill_tokens": ("twopool_worker_prefill_tokens", "Prompt tokens computed"),
+    "cached_tokens": ("twopool_worker_cached_tokens", "Prompt tokens served from the prefix cache"),
+    "generated_tokens": ("twopool_worker_generated_tokens", "Tokens sampled"),
+    "local_prefills": ("twopool_worker_local_prefills", "Prompts a decode worker prefilled for itself"),
+    "preemptions": ("twopool_worker_preemptions", "Sequences preempted for lack of KV blocks"),
+    "kv_transfer_bytes": ("twopool_kv_transfer_bytes", "Bytes of KV cache read from peers"),
+    "kv_transfers": ("twopool_kv_transfers", "KV reads completed"),
+    "kv_transfer_s": ("twopool_kv_transfer_seconds", "Seconds KV reads took, summed"),
+    "kv_transfer_failures": ("twopool_kv_transfer_failures", "KV reads that failed"),
+    "stale_tickets": ("twopool_kv_stale_tickets", "Tickets that did not hold when confirmed"),
+    "rejected_messages": ("twopool_worker_rejected_messages", "Malformed or unexpected messages the worker dropped"),
+    "pins_expired": ("twopool_worker_pins_expired", "Prefilled KV released because no decode worker came for it"),
+}
+
+
+class WorkerCollector(Collector):
+    """Every registered worker's ``WorkerStats``, and ``twopool_kv_blocks`` whose states sum to the pool's size."""
+
+    def __init__(self, workers: WorkerRegistry) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterable[Metric]:
+        blocks = GaugeMetricFamily(
+            "twopool_kv_blocks", "KV blocks by state; they sum to the pool's size", labels=(*_LABELS, "state")
+        )
+        gauges = {name: GaugeMetricFamily(*_GAUGES[name], labels=_LABELS) for name in _GAUGES}
+        counters = {name: CounterMetricFamily(*_COUNTERS[name], labels=_LABELS) for name in _COUNTERS}
+        ready = GaugeMetricFamily("twopool_workers_ready", "Registered workers that take requests", labels=("role",))
+        num_ready = dict.fromkeys(("prefill", "decode"), 0)
+        for worker in self._workers.workers:
+            num_ready[worker.role] += not worker.candidate.draining
+            if worker.stats is not None:
+                labels = (worker.role, worker.worker_id)
+                for state in BlockCounts.__struct_fields__:
+                    blocks.add_metric((*labels, state), getattr(worker.stats.blocks, state))
+                _add(gauges, labels, worker.stats)
+                _add(counters, labels, worker.stats)
+        for role, count in num_ready.items():
+            ready.add_metric((role,), count)
+        return [blocks, ready, *gauges.values(), *counters.values()]
+
+
+@dataclass
+class DispatchFigures:
+    """What the dispatcher counts as it goes: plain integers on the hot path, read when a scrape comes."""
+
+    attempts: "Tally[AttemptOutcome]" = field(default_factory=Tally)
+    dropped_deltas: "Tally[DropReason]" = field(default_factory=Tally)
+    resends: int = 0
+
+
+class DispatchCollector(Collector):
+    """The router's own view of queue and attempts."""
+
+    def __init__(
+        self,
+        figures: DispatchFigures,
+        *,
+        queue_length: Callable[[], int],
+        num_in_flight: Callable[[], int],
+        num_rejected_messages: Callable[[], int],
+        num_workers_lost: Callable[[], int],
+    ) -> None:
+        self._figures = figures
+        self._gauges = (
+            ("twopool_queue_length", "Requests waiting for a worker", queue_length),
+            ("twopool_attempts_in_flight", "Attempts granted and not over", num_in_flight),
+        )
+        self._counters = (
+            ("twopool_resends", "Missing tokens asked for again", lambda: figures.resends),
+            ("twopool_router_rejected_messages", "Messages from workers that were dropped", num_rejected_messages),
+            ("twopool_workers_lost", "Workers declared lost", num_workers_lost),
+        )
+
+    def collect(self) -> Iterable[Metric]:
+        attempts = CounterMetricFamily("twopool_attempts", "Attempts by how they ended", labels=("outcome",))
+        for outcome in ATTEMPT_OUTCOMES:
+            attempts.add_metric((outcome,), self._figures.attempts[outcome])
+        dropped = CounterMetricFamily("twopool_dropped_deltas", "Token messages not accepted", labels=("reason",))
+        for reason in DROP_REASONS:
+            dropped.add_metric((reason,), self._figures.dropped_deltas[reason])
+        yield attempts
+        yield dropped
+        for name, text, value in self._gauges:
+            yield GaugeMetricFamily(name, text, value=value())
+        for name, text, value in self._counters:
+            yield CounterMetricFamily(name, text, value=value())
+
+
+class DispatchHistograms:
+    """Times observed once a request or once an attempt."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._queue = Histogram(
+            "twopool_queue_seconds",
+            "Seconds from a request's arrival to its first grant",
+            buckets=_TIME_BUCKETS,
+            registry=registry,
+        )
+        self._transfer = Histogram(
+            "twopool_handover_transfer_seconds",
+            "Seconds a prompt's KV was under way to its decode worker",
+            buckets=_TIME_BUCKETS,
+            registry=registry,
+        )
+        self._exposed = Histogram(
+            "twopool_handover_exposed_seconds",
+            "Seconds of a hand-over that no computation hid",
+            buckets=_TIME_BUCKETS,
+            registry=registry,
+        )
+
+    def granted(self, queued_s: float) -> None:
+        self._queue.observe(queued_s)
+
+    def handed_over(self, report: HandoverReport) -> None:
+        self._transfer.observe(report.transfer_s)
+        self._exposed.observe(report.exposed_s)
+
+
+def export(
+    registry: CollectorRegistry,
+    workers: WorkerRegistry,
+    figures: DispatchFigures,
+    *,
+    queue_length: Callable[[], int],
+    num_in_flight: Callable[[], int],
+    num_rejected_messages: Callable[[], int],
+    num_workers_lost: Callable[[], int],
+) -> DispatchHistograms:
+    """Put everything of this module into ``registry``; returns the histograms to feed."""
+    registry.register(WorkerCollector(workers))
+    registry.register(
+        DispatchCollector(
+            figures,
+            queue_length=queue_length,
+            num_in_flight=num_in_flight,
+            num_rejected_messages=num_rejected_messages,
+            num_workers_lost=num_workers_lost,
+        )
+    )
+    return DispatchHistograms(registry)
+
+
+def _add(
+    families: "dict[str, GaugeMetricFamily] | dict[str, CounterMetricFamily]",
+    labels: tuple[str, str],
+    stats: WorkerStats,
+) -> None:
+    for name, family in families.items():
+        family.add_metric(labels, getattr(stats, name))
