@@ -1,7 +1,5 @@
 """Every message survives the wire; nothing else does."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
@@ -13,11 +11,7 @@ from hypothesis import strategies as st
 from twopool.protocol import codec
 from twopool.protocol import messages as m
 from twopool.protocol.errors import ProtocolError
-
-_spec = importlib.util.spec_from_file_location("message_strategies", Path(__file__).with_name("message_strategies.py"))
-assert _spec is not None and _spec.loader is not None
-_strategies = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_strategies)
+from twopool_testing.message_strategies import messages
 
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "worker to router": (m.WorkerToRouter, codec.worker_to_router_decoder()),
@@ -31,7 +25,7 @@ EVERY_MESSAGE = [(name, struct) for name, (union, _) in UNIONS.items() for struc
 @pytest.mark.parametrize(("union", "struct"), EVERY_MESSAGE, ids=[s.__name__ for _, s in EVERY_MESSAGE])
 def test_every_message_survives_the_wire(union: str, struct: type[msgspec.Struct]) -> None:
     @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
-    @given(_strategies.messages(struct))
+    @given(messages(struct))
     def check(message: msgspec.Struct) -> None:
         data = codec.encode(message)
         assert UNIONS[union][1].decode(data) == message
