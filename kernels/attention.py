@@ -26,7 +26,7 @@ from torch import Tensor
 HostInts = npt.NDArray[np.int32]
 
 _TILE_ROWS = 256  # query rows of a prompt chunk that share one mask
-_MIN_BUCKET_BLOCKS = 4
+_MIN_BUCKET_STEP = 2  # blocks
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class _Gather:
     keys of layer 0; the values are one row further, the next layer two"""
     stale: Tensor | None
     """[m] int64, tokens of the gathered [n * num_kv_heads * C] that lie beyond their sequence's end"""
-    num_sequences: int
+    keys: Tensor
+    values: Tensor
+    """[n, num_kv_heads, C, head_dim] each: workspace that every layer fills anew, so that it stays
+    in the processor's caches and is not faulted in again"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def plan_attention(
         batch, whose positions end at context_lens[s] - 1.
     block_tables: [S, max_blocks] integers on the pool's device, padded with any valid block.
     sliding_window: a position sees itself and the sliding_window - 1 before it; None sees all.
-    dtype: that of the queries.
+    dtype: that of the queries and of the pool.
     """
     first_rows = np.concatenate(([0], np.cumsum(query_lens)))
     planner = _Planner(block_tables, context_lens, kv_pool, sliding_window, dtype)
@@ -146,16 +149,14 @@ def paged_attention(
 
 def _gather(kv_pool: Tensor, layer: int, gather: _Gather) -> tuple[Tensor, Tensor]:
     """-> keys, values: [n, num_kv_heads, C, head_dim] each, zero where stale."""
-    _, num_kv_heads, _, _, block_size, head_dim = kv_pool.shape
+    block_size, head_dim = kv_pool.shape[-2:]
     blocks = kv_pool.view(-1, block_size * head_dim)
     key_rows = gather.rows + 2 * layer
-    gathered = []
-    for rows in (key_rows, key_rows + 1):
-        tokens = blocks.index_select(0, rows).view(-1, head_dim)
+    for rows, workspace in ((key_rows, gather.keys), (key_rows + 1, gather.values)):
+        torch.index_select(blocks, 0, rows, out=workspace.view(-1, block_size * head_dim))
         if gather.stale is not None:
-            tokens.index_fill_(0, gather.stale, 0)
-        gathered.append(tokens.view(gather.num_sequences, num_kv_heads, -1, head_dim))
-    return gathered[0], gathered[1]
+            workspace.view(-1, head_dim).index_fill_(0, gather.stale, 0)
+    return gather.keys, gather.values
 
 
 def _attend(
@@ -208,11 +209,11 @@ def _attend_capped(
 
 
 def _bucket(num_blocks: int) -> int:
-    """Round up so that padding wastes at most a quarter and few group sizes exist.
+    """Round up so that padding wastes an eighth at most and few group sizes exist.
 
     A function of the sequence's own length only: its neighbours never change its sums.
     """
-    step = max(_MIN_BUCKET_BLOCKS, (1 << (num_blocks - 1).bit_length()) // 8)
+    step = max(_MIN_BUCKET_STEP, (1 << (num_blocks - 1).bit_length()) // 16)
     return -(-num_blocks // step) * step
 
 
@@ -227,7 +228,7 @@ class _Planner:
     ) -> None:
         self._block_tables = block_tables
         self._context_lens = context_lens
-        _, self._num_kv_heads, self._num_layers, _, self._block_size, _ = kv_pool.shape
+        _, self._num_kv_heads, self._num_layers, _, self._block_size, self._head_dim = kv_pool.shape
         self._window = sliding_window
         self._dtype = dtype
         self._device = kv_pool.device
@@ -281,21 +282,26 @@ class _Planner:
         num_blocks: int,
     ) -> _Gather:
         context = self._context_lens[sequences].astype(np.int64)
-        # Padding repeats the sequence's own last block: nobody else's memory is touched.
+        # Padding repeats the sequence's own first block: nobody else's memory is touched, and a full
+        # block needs no cleaning.
         last_blocks = (context - 1) // self._block_size
-        columns = np.minimum(first_blocks[:, None] + np.arange(num_blocks), last_blocks[:, None])
+        columns = first_blocks[:, None] + np.arange(num_blocks)  # [n, num_blocks]
+        columns = np.where(columns <= last_blocks[:, None], columns, first_blocks[:, None])
         tables = self._block_tables[torch.from_numpy(sequences).to(self._device)]
         blocks = tables.long().gather(1, torch.from_numpy(columns).to(self._device))
         heads = torch.arange(self._num_kv_heads, device=self._device)
         head_rows = blocks[:, None, :] * self._num_kv_heads + heads[:, None]  # [n, heads, blocks]
-        positions = first_blocks[:, None] * self._block_size + np.arange(num_blocks * self._block_size)
-        beyond = positions >= context[:, None]  # [n, C]
+        positions = columns[:, :, None] * self._block_size + np.arange(self._block_size)
+        beyond = (positions >= context[:, None, None]).reshape(len(sequences), -1)  # [n, C]
         beyond_by_head = np.repeat(beyond[:, None, :], self._num_kv_heads, axis=1)
         stale = np.flatnonzero(beyond_by_head)
+        num_tokens = num_blocks * self._block_size
+        shape = (len(sequences), self._num_kv_heads, num_tokens, self._head_dim)
         return _Gather(
             rows=(head_rows * (2 * self._num_layers)).reshape(-1),
             stale=torch.from_numpy(stale).to(self._device) if stale.size else None,
-            num_sequences=len(sequences),
+            keys=torch.empty(shape, dtype=self._dtype, device=self._device),
+            values=torch.empty(shape, dtype=self._dtype, device=self._device),
         )
 
     def _chunk_span(self, sequence: int, query_len: int) -> tuple[int, int]:
