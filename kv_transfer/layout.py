@@ -1,0 +1,249 @@
+"""Which bytes of a peer's pools become which bytes of ours: pure functions from geometries to index arrays.
+
+A pool is ``[num_blocks, num_kv_heads_local, num_layers, 2, block_size, head_dim]`` in C order. A fetch reads one of
+three kinds of equal runs, the longest that fits:
+
+- blocks of equal size, all layers: any range of heads of a block is one run (all heads: blocks next to one another
+  on both sides merge);
+- blocks of equal size, some layers: one run a block and head;
+- unequal block sizes: one run for K and one for V, per layer, head and block of the smaller size.
+
+Each kind is a ``StridedList`` over the pool, prepared once by the transport, and a fetch is two int32 index arrays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest
+from twopool.protocol.errors import TransferError
+from twopool.protocol.geometry import DTYPE_BYTES, GRANULE_TOKENS, KvGeometry
+
+Index = npt.NDArray[np.int32]
+
+_MUST_AGREE = ("num_layers", "num_kv_heads", "head_dim", "dtype", "granule_order")
+_MAX_INDEX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class StridedList:
+    """``count`` runs of ``length`` bytes, ``stride`` bytes apart, the first ``offset`` bytes into a pool."""
+
+    offset: int
+    length: int
+    stride: int
+    count: int
+
+    @property
+    def is_dense(self) -> bool:
+        return self.stride == self.length
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Run ``local_index[i]`` of ``local`` is read from run ``remote_index[i]`` of ``remote``, a list of peer ``rank``.
+
+    Both index arrays are ``[n]`` int32; both lists have one length.
+    """
+
+    rank: int
+    local: StridedList
+    remote: StridedList
+    local_index: Index
+    remote_index: Index
+
+    @property
+    def num_bytes(self) -> int:
+        return self.local.length * len(self.local_index)
+
+    @property
+    def num_ranges(self) -> int:
+        """Contiguous ranges after merging neighbours, which takes both lists to be dense."""
+        if not (self.local.is_dense and self.remote.is_dense):
+            return len(self.local_index)
+        follows = (np.diff(self.local_index) == 1) & (np.diff(self.remote_index) == 1)
+        return len(self.local_index) - int(follows.sum())
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """``num_heads`` heads, from ``local_head`` of our pool on, come from ``remote_head`` of peer ``rank`` on."""
+
+    rank: int
+    local_head: int
+    remote_head: int
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """How one rank reads from all ranks of one peer. Built by ``plan_layout``."""
+
+    local: KvGeometry
+    remotes: tuple[KvGeometry, ...]
+    head_runs: tuple[HeadRun, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The peer's ranks that are read from, ascending."""
+        return sorted({run.rank for run in self.head_runs})
+
+    @cached_property
+    def num_remote_blocks(self) -> int:
+        """Blocks every rank of the peer has: a block id means the same block on each."""
+        return min(remote.num_blocks for remote in self.remotes)
+
+    def check(self, request: FetchRequest) -> None:
+        """Raise ``TransferError`` unless ``request`` fits both sides' pools, their canary blocks excluded."""
+        if not 0 <= request.start_token < request.end_token:
+            raise TransferError(f"no such token range: [{request.start_token}, {request.end_token})")
+        if not 0 <= request.layer_start < request.layer_end <= self.local.num_layers:
+            raise TransferError(
+                f"layers [{request.layer_start}, {request.layer_end}) are not within {self.local.num_layers}"
+            )
+        for side, block_ids, block_size, num_blocks in (
+            ("remote", request.remote_block_ids, self.remotes[0].block_size, self.num_remote_blocks),
+            ("local", request.local_block_ids, self.local.block_size, self.local.num_blocks),
+        ):
+            expected = -(-request.end_token // block_size) - request.start_token // block_size
+            if block_ids.shape != (expected,):
+                raise TransferError(
+                    f"tokens [{request.start_token}, {request.end_token}) are {expected} {side} blocks of "
+                    f"{block_size}, got {list(block_ids.shape)} ids"
+                )
+            if int(block_ids.min()) < 0 or int(block_ids.max()) >= num_blocks - NUM_RESERVED_BLOCKS:
+                raise TransferError(f"{side} block ids must be within [0, {num_blocks - NUM_RESERVED_BLOCKS})")
+
+    def runs(self, request: FetchRequest) -> list[Runs]:
+        """What to read for ``request``, which fits the pools; one entry for each ``head_runs`` entry."""
+        if self.local.block_size != self.remotes[0].block_size:
+            return [self._split_block_runs(heads, request) for heads in self.head_runs]
+        if request.layer_end - request.layer_start == self.local.num_layers:
+            return [self._whole_layer_runs(heads, request) for heads in self.head_runs]
+        return [self._layer_group_runs(heads, request) for heads in self.head_runs]
+
+    def _whole_layer_runs(self, heads: HeadRun, request: FetchRequest) -> Runs:
+        """One run a block: a range of its heads with all layers."""
+
+        def run_list(pool: KvGeometry, head: int) -> StridedList:
+            return StridedList(
+                head * pool.head_bytes, heads.num_heads * pool.head_bytes, pool.block_bytes, pool.num_blocks
+            )
+
+        return Runs(
+            rank=heads.rank,
+            local=run_list(self.local, heads.local_head),
+            remote=run_list(self.remotes[heads.rank], heads.remote_head),
+            local_index=np.ascontiguousarray(request.local_block_ids, dtype=np.int32),
+            remote_index=np.ascontiguousarray(request.remote_block_ids, dtype=np.int32),
+        )
+
+    def _layer_group_runs(self, heads: HeadRun, request: FetchRequest) -> Runs:
+        """One run a block and head: a range of its layers."""
+        first, num_layers = request.layer_start, request.layer_end - request.layer_start
+
+        def run_list(pool: KvGeometry) -> StridedList:
+            return StridedList(
+                first * pool.layer_bytes,
+                num_layers * pool.layer_bytes,
+                pool.head_bytes,
+                pool.num_blocks * pool.num_kv_heads_local,
+            )
+
+        def index(pool: KvGeometry, block_ids: Index, head: int) -> Index:
+            rows = block_ids.astype(np.int64)[:, None] * pool.num_kv_heads_local  # [blocks, 1]
+            return (rows + np.arange(head, head + heads.num_heads)).astype(np.int32).ravel()
+
+        remote = self.remotes[heads.rank]
+        return Runs(
+            rank=heads.rank,
+            local=run_list(self.local),
+            remote=run_list(remote),
+            local_index=index(self.local, request.local_block_ids, heads.local_head),
+            remote_index=index(remote, request.remote_block_ids, heads.remote_head),
+        )
+
+    def _split_block_runs(self, heads: HeadRun, request: FetchRequest) -> Runs:
+        """One run for K, one for V, per small block, head and layer; a large block holds several parts of each."""
+        remote = self.remotes[heads.rank]
+        small = min(self.local.block_size, remote.block_size)
+        length = small * self.local.head_dim * DTYPE_BYTES[self.local.dtype]
+        parts = np.arange(request.start_token // small, -(-request.end_token // small), dtype=np.int64)
+
+        def index(pool: KvGeometry, block_ids: Index, head: int) -> Index:
+            per_block = pool.block_size // small
+            position = parts // per_block - request.start_token // pool.block_size
+            block = block_ids.astype(np.int64)[position][:, None, None, None]  # [parts, 1, 1, 1]
+            head_index = np.arange(head, head + heads.num_heads)[:, None, None]
+            layer = np.arange(request.layer_start, request.layer_end)[:, None]
+            row = ((block * pool.num_kv_heads_local + head_index) * pool.num_layers + layer) * 2 + np.arange(2)
+            return (row * per_block + (parts % per_block)[:, None, None, None]).astype(np.int32).ravel()
+
+        return Runs(
+            rank=heads.rank,
+            local=StridedList(0, length, length, self.local.pool_bytes // length),
+            remote=StridedList(0, length, length, remote.pool_bytes // length),
+            local_index=index(self.local, request.local_block_ids, heads.local_head),
+            remote_index=index(remote, request.remote_block_ids, heads.remote_head),
+        )
+
+
+def plan_layout(local: KvGeometry, remotes: Sequence[KvGeometry]) -> LayoutPlan:
+    """The plan by which the rank with pool ``local`` reads from a peer whose ranks have ``remotes``.
+
+    A head that several remote ranks hold is read from one of them, chosen by our own rank so that the readers spread
+    evenly. Raises ``TransferError``, naming both sides' values, where the pools cannot be mapped.
+    """
+    for rank, remote in enumerate(remotes):
+        _check_pair(local, remote, rank)
+        if remote.block_size != remotes[0].block_size:
+            raise TransferError(
+                f"the peer's ranks differ in block_size: {remotes[0].block_size} on rank 0, "
+                f"{remote.block_size} on rank {rank}"
+            )
+    return LayoutPlan(local, tuple(remotes), tuple(_head_runs(local, remotes)))
+
+
+def _check_pair(local: KvGeometry, remote: KvGeometry, rank: int) -> None:
+    differing = [
+        f"{name} {getattr(local, name)} here, {getattr(remote, name)} there"
+        for name in _MUST_AGREE
+        if getattr(local, name) != getattr(remote, name)
+    ]
+    small = min(local.block_size, remote.block_size)
+    if local.block_size != remote.block_size and small < GRANULE_TOKENS and local.granule_order != "plain":
+        differing.append(
+            f"block_size {local.block_size} here, {remote.block_size} there, "
+            f"and {local.granule_order} order needs {GRANULE_TOKENS} tokens in one block"
+        )
+    if differing:
+        raise TransferError(f"cannot read KV from the peer's rank {rank}: " + "; ".join(differing))
+    for pool in (local, remote):
+        finest = small * pool.head_dim * DTYPE_BYTES[pool.dtype]
+        if pool.pool_bytes // finest > _MAX_INDEX:
+            raise TransferError(f"a pool of {pool.num_blocks} blocks has more runs than an int32 can count")
+
+
+def _head_runs(local: KvGeometry, remotes: Sequence[KvGeometry]) -> list[HeadRun]:
+    runs: list[HeadRun] = []
+    for local_head in range(local.num_kv_heads_local):
+        head = local.kv_head_start + local_head
+        holders = [
+            rank
+            for rank, remote in enumerate(remotes)
+            if remote.kv_head_start <= head < remote.kv_head_start + remote.num_kv_heads_local
+        ]
+        if not holders:
+            held = ", ".join(f"{r.kv_head_start}..{r.kv_head_start + r.num_kv_heads_local - 1}" for r in remotes)
+            raise TransferError(f"KV head {head} is needed here, but the peer's ranks hold heads {held}")
+        rank = holders[local.tp_rank % len(holders)]
+        remote_head = head - remotes[rank].kv_head_start
+        if runs and runs[-1].rank == rank and runs[-1].remote_head + runs[-1].num_heads == remote_head:
+            last = runs.pop()
+            runs.append(HeadRun(rank, last.local_head, last.remote_head, last.num_heads + 1))
+        else:
+            runs.append(HeadRun(rank, local_head, remote_head, 1))
+    return runs
