@@ -53,8 +53,8 @@ def build_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     vocab_size = build_tokenizer(folder)
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": 96,
+        "intermediate_size": 192,
         "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
