@@ -122,9 +122,10 @@ class WorkerHost:
             pool=model.kv_pool,
             geometry=model.geometry,
             epoch=self.pool.epoch,
-            agent_name=f"{self.worker_id}-{self.pool.epoch:x}",
+            agent_name=self.worker_id,
             backend=config.nixl_backend,
             ucx_tls=config.ucx_tls,
+            loop=asyncio.get_running_loop(),
         )
         self.executor: StepExecutor = _executor(model, self.hold)
         self.engine = Engine(

@@ -1,0 +1,139 @@
+"""What a pair of workers answers is what transformers generates, token for token, in fp32."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from twopool_testing.cluster import Cluster
+from twopool_testing.tiny_model import Reference
+
+pytestmark = pytest.mark.e2e
+
+BLOCK, CHUNK, VOCAB = 16, 64, 360
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
+EOS = 2
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length} {seed}").choices(range(3, VOCAB), k=length)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_greedy_equals_transformers_cold_and_cached(pair: Cluster, reference: Reference, length: int) -> None:
+    """X-pd-chunked-prefill-hang, X-pd-full-prefix-hit-d, PD-12, PD-24."""
+    ids = prompt(length)
+    expected = reference.greedy(ids, 20)
+    before = pair.metric_sum("twopool_kv_transfer_bytes_total")
+    assert pair.token_ids(ids, max_tokens=20) == expected
+    moved = pair.wait_metric_above("twopool_kv_transfer_bytes_total", before)
+    assert (moved - before) % bytes_per_block() == 0
+    assert moved - before == -(-length // BLOCK) * bytes_per_block()
+    assert pair.token_ids(ids, max_tokens=20) == expected
+    assert pair.token_ids(ids, max_tokens=20) == expected
+
+
+def bytes_per_block() -> int:
+    """Two KV heads, three layers, K and V, 16 tokens of 16 fp32 numbers."""
+    return 2 * 3 * 2 * BLOCK * 16 * 4
+
+
+def test_prefixes_of_every_cached_length(pair: Cluster, reference: Reference) -> None:
+    """PD-13: block-aligned prompts and their neighbours, with 0 to k blocks cached on the decode side."""
+    ids = prompt(4 * BLOCK, seed=7)
+    for cached in range(5):
+        for length in (cached * BLOCK - 1, cached * BLOCK, cached * BLOCK + 1):
+            extended = ids[: cached * BLOCK] + prompt(3, seed=100 * cached + length)
+            cut = [*extended[: max(length, 1)], 5]
+            assert pair.token_ids(cut, max_tokens=6) == reference.greedy(cut, 6)
+
+
+def test_cached_tokens_are_what_prefill_did_not_compute(pair: Cluster) -> None:
+    """X-pd-cached-tokens: what was transferred does not count as cached."""
+    ids = prompt(100, seed=11)
+    usages = [pair.complete(ids, max_tokens=2)["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 96]
+    assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == [(100, 2)] * 2
+
+
+def test_one_token(pair: Cluster, reference: Reference) -> None:
+    """M-disagg-first-token-stop, PD-14, PD-17."""
+    for length in (1, BLOCK, 100):
+        ids = prompt(length, seed=1)
+        body = pair.complete(ids, max_tokens=1, return_token_ids=True)
+        assert body["choices"][0]["token_ids"] == reference.greedy(ids, 1)
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert body["usage"]["completion_tokens"] == 1
+
+
+def test_stop_and_eos_on_the_first_token(pair: Cluster, reference: Reference) -> None:
+    ids = prompt(40, seed=2)
+    first = reference.greedy(ids, 1)[0]
+    body = pair.complete(ids, max_tokens=10, stop_token_ids=[first])
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["text"]) == ("stop", "")
+    assert body["usage"]["completion_tokens"] == 1
+    body = pair.complete(ids, max_tokens=10, ignore_eos=False, logit_bias={str(EOS): 100})
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["text"]) == ("stop", "")
+    assert body["usage"]["completion_tokens"] == 1
+    text = pair.complete(ids, max_tokens=1)["choices"][0]["text"]
+    if text.strip("\ufffd"):
+        body = pair.complete(ids, max_tokens=10, stop=text)
+        assert (body["choices"][0]["finish_reason"], body["choices"][0]["text"]) == ("stop", "")
+
+
+def test_four_choices(pair: Cluster, reference: Reference) -> None:
+    """PD-16, X-pd-n2-hang: one prefill, four choices that differ, reproducible by seed."""
+    ids = prompt(100, seed=3)
+    before = pair.metric_sum("twopool_worker_prefill_tokens_total")
+    fields: dict[str, Any] = {"n": 4, "seed": 5, "temperature": 1.0, "max_tokens": 12, "return_token_ids": True}
+    bodies = [pair.complete(ids, **fields) for _ in range(2)]
+    choices = [[choice["token_ids"] for choice in body["choices"]] for body in bodies]
+    assert choices[0] == choices[1]
+    assert len({tuple(tokens) for tokens in choices[0]}) == 4
+    assert len({tokens[0] for tokens in choices[0]}) > 1
+    assert bodies[0]["usage"]["completion_tokens"] == 48
+    assert pair.metric_sum("twopool_worker_prefill_tokens_total") - before < 2 * 100 + 20
+    greedy = pair.complete(ids, n=3, max_tokens=12, return_token_ids=True)
+    assert [choice["token_ids"] for choice in greedy["choices"]] == [reference.greedy(ids, 12)] * 3
+
+
+def test_concurrent_requests_equal_the_same_alone(pair: Cluster) -> None:
+    """API-15, API-24, X-temp-mixed-batch, X-penalty-batch-padding."""
+    chooser = random.Random(4)
+    requests: list[tuple[list[int], dict[str, Any]]] = []
+    for i in range(16):
+        fields: dict[str, Any] = {"max_tokens": chooser.randint(1, 30), "seed": i, "logprobs": 2}
+        fields |= chooser.choice(
+            [
+                {"temperature": 0},
+                {"temperature": 0.9},
+                {"temperature": 1.0, "top_k": 5},
+                {"temperature": 0.8, "top_p": 0.7, "repetition_penalty": 1.3},
+                {"temperature": 0.7, "frequency_penalty": 1.05, "presence_penalty": 0.5},
+                {"temperature": 0.7, "min_p": 0.1, "logit_bias": {"7": 5}},
+            ]
+        )
+        requests.append((prompt(chooser.choice([1, 16, 33, 150]), seed=i), fields))
+
+    def run(item: tuple[list[int], dict[str, Any]]) -> tuple[list[int], int]:
+        body = pair.complete(item[0], return_token_ids=True, **item[1])
+        assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == body["usage"]["completion_tokens"]
+        return body["choices"][0]["token_ids"], body["usage"]["completion_tokens"]
+
+    alone = [run(item) for item in requests]
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(2):
+            assert list(pool.map(run, requests)) == alone
+
+
+def test_streams_give_the_same_text(pair: Cluster) -> None:
+    """X-utf8-stream, X-pd-first-token-nonstream."""
+    for seed in range(5):
+        ids = prompt(30, seed=20 + seed)
+        for max_tokens in (1, 2, 3, 25):
+            fields = {"model": "m", "prompt": ids, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+            whole = pair.complete(ids, max_tokens=max_tokens)["choices"][0]
+            events = list(pair.stream("/v1/completions", fields))
+            assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+            assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["length"]
