@@ -126,8 +126,9 @@ class Child:
     def death(self) -> ChildExitedError:
         """Why the process ended: the sentence it gave, or its status and the tail of its log."""
         how = describe_exit(self._process.returncode)
-        if self._tail and self._tail[-1].startswith(ERROR_PREFIX):
-            return ChildExitedError(f"{self.name}: {self._tail[-1].removeprefix(ERROR_PREFIX)}")
+        for line in reversed(self._tail):  # libraries may have words of their own after it
+            if line.startswith(ERROR_PREFIX):
+                return ChildExitedError(f"{self.name}: {line.removeprefix(ERROR_PREFIX)}")
         tail = "".join(f"\n  {line}" for line in self._tail)
         words = f"; the last it said:{tail}" if tail else " without a word"
         return ChildExitedError(f"{self.name} (pid {self.pid}) ended with {how}{words}")

@@ -58,7 +58,8 @@ async def test_output_of_any_shape_is_read() -> None:
     ("script", "words"),
     [
         ("import sys; sys.exit('twopool: error: no such model')", "decode-0: no such model"),
-        ("import sys; print('twopool: error: old'); sys.exit('new')", "ended with exit status 1; the last it said:"),
+        ("import sys; sys.exit('twopool: error: no such model\\nlibrary: leak')", "decode-0: no such model"),
+        ("import sys; sys.exit('no such thing')", "ended with exit status 1; the last it said:\n  no such thing"),
         ("import sys; sys.exit(7)", "ended with exit status 7 without a word"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with signal SIGSEGV without a word"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
