@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,14 +158,17 @@ def test_a_worker_restarted_at_the_same_address(tiny_model: Path, reference: Ref
             cluster.kill_worker("prefill-0")
             cluster.start_worker("prefill-0", "--port", port)
             cluster.wait_ready()
-            moved = cluster.metric_sum("twopool_kv_transfer_bytes_total")
-
-            def moved_again(ids: list[int] = prompt(seed + 50), moved: float = moved) -> bool:
-                assert cluster.token_ids(ids, max_tokens=5) == reference.greedy(ids, 5)
-                return cluster.metric_sum("twopool_kv_transfer_bytes_total") > moved
-
-            wait_for(moved_again, 10, "KV to move from the restarted worker")
+            again = partial(_moves_kv, cluster, reference, prompt(seed + 50))
+            wait_for(again, 10, "KV to move from the restarted worker")
         cluster.assert_balanced()
+
+
+def _moves_kv(cluster: Cluster, reference: Reference, ids: list[int]) -> bool:
+    """Whether answering ``ids`` right moved KV."""
+    moved = cluster.metric_sum("twopool_kv_transfer_bytes_total")
+    assert cluster.token_ids(ids, max_tokens=5) == reference.greedy(ids, 5)
+    time.sleep(0.6)  # a heartbeat
+    return cluster.metric_sum("twopool_kv_transfer_bytes_total") > moved
 
 
 def test_a_stopped_decode_worker_catches_up_or_is_replaced(
