@@ -29,8 +29,8 @@ class Detokenizer(Protocol):
     """The bytes the last pushed token contributed; what a token's logprobs entry reports."""
 
     @property
-    def is_clean(self) -> bool:
-        """Whether every byte pushed so far has become text."""
+    def num_pending_bytes(self) -> int:
+        """Bytes pushed that have not become text yet."""
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often empty."""
@@ -120,8 +120,8 @@ class ByteLevelDetokenizer:
         self.piece = b""
 
     @property
-    def is_clean(self) -> bool:
-        return not self._pending
+    def num_pending_bytes(self) -> int:
+        return len(self._pending)
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._pieces):
@@ -158,12 +158,13 @@ class WindowDetokenizer:
         self._window: list[int] = []
         self._given_chars = 0  # characters of the window's decoding that were handed out
         self._num_given_ids = 0  # ids at the window's start whose text was handed out
+        self._num_pending_bytes = 0
         self._decoded = ""  # the window's decoding
         self.piece = b""
 
     @property
-    def is_clean(self) -> bool:
-        return self._num_given_ids == len(self._window)
+    def num_pending_bytes(self) -> int:
+        return self._num_pending_bytes
 
     def push(self, token_id: int) -> str:
         table = self._table
@@ -176,6 +177,7 @@ class WindowDetokenizer:
         is_byte = table.is_byte_token(token_id)
         self.piece = table.token_bytes(token_id) if is_byte else _added_text(before, after).encode()
         if is_byte or after.endswith(_REPLACEMENT):
+            self._num_pending_bytes += len(self.piece)
             return ""
         return self._give(after)
 
@@ -183,6 +185,7 @@ class WindowDetokenizer:
         return self._give(self._decoded)
 
     def _give(self, decoded: str) -> str:
+        self._num_pending_bytes = 0
         text = decoded[self._given_chars :]
         if text:
             # The next window starts at the ids just handed out: the shortest context that has text.

@@ -33,6 +33,13 @@ class RequestTimeoutError(TwopoolError):
     code = "request_timeout"
 
 
+class ClientLeftError(TwopoolError):
+    """The client closed its connection; nobody will read the answer."""
+
+    http_status = 499
+    error_type = "client_left"
+
+
 def error_body(error: TwopoolError) -> bytes:
     """``{"error": {message, type, param, code}}``."""
     detail: dict[str, Any] = {

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopMatch:
-    """``text`` may be shown; ``num_cut`` characters seen so far must not be."""
+    """``text`` may be shown; ``cut``, all that was seen after it, must not be."""
 
     stop: str
     text: str
-    num_cut: int
+    cut: str
 
 
 class StopMatcher:
@@ -33,7 +33,7 @@ class StopMatcher:
         if match is not None:
             start, end, stop = match
             shown = end if self._include_stop else start
-            return StopMatch(stop=stop, text=buffer[:shown], num_cut=len(buffer) - shown)
+            return StopMatch(stop=stop, text=buffer[:shown], cut=buffer[shown:])
         keep = self._num_held(buffer)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]

@@ -1,0 +1,132 @@
+"""The HTTP application: routes, and the small endpoints that generate nothing."""
+
+import time
+from importlib.metadata import version
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from twopool.protocol.config import RouterConfig
+from twopool.protocol.errors import ModelNotFoundError, NotFoundError, TwopoolError, UnavailableError
+from twopool.router.auth import ApiKeys
+from twopool.router.generate_api import GenerateApi
+from twopool.router.http_edge import HttpEdge
+from twopool.router.http_errors import MethodNotAllowedError, error_response
+from twopool.router.http_metrics import HttpMetrics
+from twopool.router.interface import Dispatcher
+from twopool.router.model_info import ModelInfo
+
+
+class RouterApp:
+    """The ASGI application over one dispatcher and one model."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        dispatcher: Dispatcher,
+        model: ModelInfo,
+        *,
+        registry: CollectorRegistry,
+        api_keys: ApiKeys,
+    ) -> None:
+        """``registry`` is what ``/metrics`` shows; this registers the HTTP half's own metrics with it."""
+        self.metrics = HttpMetrics()
+        registry.register(self.metrics)
+        self._config = config
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._generate = GenerateApi(config, dispatcher, model, self.metrics)
+        self._created = int(time.time())
+        self._app = HttpEdge(self._routes(), api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def fail_open(self, error: TwopoolError) -> None:
+        """End every open answer with ``error``."""
+        self._generate.fail_open(error)
+
+    def _routes(self) -> ASGIApp:
+        generate = self._generate
+        routes = []
+        for prefix in ("/v1", ""):  # clients that forget the version find the same endpoints
+            routes += [
+                Route(f"{prefix}/chat/completions", generate.chat, methods=["POST"]),
+                Route(f"{prefix}/completions", generate.completions, methods=["POST"]),
+                Route(f"{prefix}/models", self._models),
+                Route(f"{prefix}/models/{{name:path}}", self._model),
+            ]
+        routes += [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics_page),
+            Route("/version", self._version),
+        ]
+        return Starlette(routes=routes, exception_handlers=_EXCEPTION_HANDLERS)
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card(name) for name in self._config.served_names]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._config.served_names:
+            raise ModelNotFoundError(f"the model {name[:128]!r} does not exist", param="model")
+        return _json(self._model_card(name))
+
+    def _model_card(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "twopool",
+            "root": self._config.model,
+            "parent": None,
+            "max_model_len": self._generate.max_model_len,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        """The process answers; whether it can serve is ``/ready``."""
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        reason = self._dispatcher.ready_reason()
+        if not self._dispatcher.is_ready():
+            raise UnavailableError(reason)
+        return _json({"status": "ready", "reason": reason})
+
+    async def _metrics_page(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": version("twopool")})
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _twopool_exception(request: Request, error: Exception) -> Response:
+    return error_response(error if isinstance(error, TwopoolError) else TwopoolError("internal server error"))
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, wrong method) in OpenAI's shape."""
+    path = request.url.path[:256]
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        response = error_response(MethodNotAllowedError(f"{request.method} is not allowed on {path}"))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(NotFoundError(f"no such path: {path}"))
+
+
+_EXCEPTION_HANDLERS = {
+    TwopoolError: _twopool_exception,
+    HTTPException: _http_exception,
+    Exception: _twopool_exception,  # Starlette answers with this, then raises on to the edge, which logs the trace
+}

@@ -1,0 +1,162 @@
+"""One choice from token ids to text: detokenising, stop strings, logprobs, and what is ready to be sent.
+
+``RUNNING → FINISHED``: by the engine's finish reason or by a stop string found here; nothing is taken afterwards.
+"""
+
+from dataclasses import dataclass
+
+from twopool.protocol.messages import FinishReason, TokenDelta, TokenLogprobs
+from twopool.router.detokenizer import TokenTable
+from twopool.router.stop_strings import StopMatch, StopMatcher
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How a choice's ids become text; the same for all choices of a request.
+
+    The text of the first ``min_tokens`` tokens is not searched for stop strings.
+    """
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    logprobs: bool = False
+
+
+@dataclass
+class TokenEntry:
+    """One token's logprobs. ``piece`` are the bytes it contributed to the text shown, ``offset`` is in characters.
+
+    ``ready_at`` is how many characters must have been shown before the entry may be: ``None`` while its bytes wait for
+    the rest of a character.
+    """
+
+    token_id: int
+    piece: bytes
+    offset: int
+    logprobs: TokenLogprobs
+    ready_at: int | None = None
+
+
+class ChoiceStream:
+    """Takes accepted tokens, gives text that is certain."""
+
+    def __init__(self, table: TokenTable, options: TextOptions, *, prefix: str = "") -> None:
+        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it."""
+        self._detokenizer = table.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._options = options
+        self._matcher = StopMatcher(options.stops, include_stop=options.include_stop) if options.stops else None
+        self._plain = self._matcher is None and not options.logprobs
+        self._ready: list[str] = [prefix] if prefix else []
+        self._entries: list[TokenEntry] = []
+        self._num_decoded = len(prefix)  # characters decoded, shown or not
+        self._num_shown = 0
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    def push(self, delta: TokenDelta) -> bool:
+        """Take ``delta``; whether a stop string ended the choice although the engine goes on."""
+        if self.finish_reason is not None:
+            return False
+        ids = delta.token_ids
+        if self._plain and delta.finish_reason is None:
+            push = self._detokenizer.push
+            self._ready.extend([push(token_id) for token_id in ids])
+            self.num_tokens += len(ids)
+            return False
+        hides_stop = delta.finish_reason == "stop" and not self._options.include_stop
+        last = len(ids) - 1
+        for position, token_id in enumerate(ids):
+            hide = hides_stop and position == last and token_id == delta.stop_token_id
+            logprobs = delta.logprobs[position] if delta.logprobs else None
+            if self._push_token(token_id, logprobs, hide=hide):
+                return delta.finish_reason is None
+        if delta.finish_reason is not None:
+            self._finish(delta)
+        return False
+
+    def finish_empty(self) -> None:
+        """End a choice that was to generate nothing."""
+        self.finish_reason = "length"
+
+    def take_text(self) -> str:
+        """The text that became certain since the last call."""
+        ready = self._ready
+        if not ready:
+            return ""
+        text = ready[0] if len(ready) == 1 else "".join(ready)
+        self._ready = []
+        self._num_shown += len(text)
+        return text
+
+    def take_entries(self) -> list[TokenEntry]:
+        """The logprobs entries whose text has been taken."""
+        entries = self._entries
+        count = 0
+        for entry in entries:
+            if entry.ready_at is None or entry.ready_at > self._num_shown:
+                break
+            count += 1
+        self._entries = entries[count:]
+        return entries[:count]
+
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, *, hide: bool) -> bool:
+        """Whether a stop string was completed by this token."""
+        detokenizer = self._detokenizer
+        self.num_tokens += 1
+        text = "" if hide else detokenizer.push(token_id)
+        if self._options.logprobs and logprobs is not None:
+            piece = b"" if hide else detokenizer.piece
+            self._entries.append(TokenEntry(token_id, piece, self._num_decoded, logprobs))
+        self._num_decoded += len(text)
+        if not detokenizer.num_pending_bytes:
+            self._settle_entries()
+        return self._show(text, searched=self.num_tokens > self._options.min_tokens)
+
+    def _settle_entries(self) -> None:
+        for entry in reversed(self._entries):
+            if entry.ready_at is not None:
+                break
+            entry.ready_at = self._num_decoded
+
+    def _show(self, text: str, *, searched: bool) -> bool:
+        """Pass decoded text through the stop strings; whether one matched."""
+        if self._matcher is None or not searched:
+            if text:
+                self._ready.append(text)
+            return False
+        result = self._matcher.push(text)
+        if isinstance(result, StopMatch):
+            self._ready.append(result.text)
+            self._cut(result)
+            return True
+        if result:
+            self._ready.append(result)
+        return False
+
+    def _cut(self, match: StopMatch) -> None:
+        """End the choice at a stop string; entries lose the bytes that are not shown."""
+        self.finish_reason = "stop"
+        self.stop_reason = match.stop
+        self._num_decoded -= len(match.cut)
+        # Bytes of an unfinished character at the very end never became text; they go first.
+        excess = len(match.cut.encode()) + self._detokenizer.num_pending_bytes
+        for entry in reversed(self._entries):
+            taken = min(excess, len(entry.piece))
+            entry.piece = entry.piece[: len(entry.piece) - taken]
+            excess -= taken
+            entry.offset = min(entry.offset, self._num_decoded)
+            entry.ready_at = self._num_decoded
+
+    def _finish(self, delta: TokenDelta) -> None:
+        tail = self._detokenizer.finish()
+        self._num_decoded += len(tail)
+        if self._show(tail, searched=self.num_tokens > self._options.min_tokens):
+            return
+        if self._matcher is not None and (held := self._matcher.release()):
+            self._ready.append(held)
+        self._settle_entries()
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_token_id

@@ -1,0 +1,167 @@
+"""The two endpoints that generate: prepare, submit, answer, and never outlive the client."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from twopool.protocol.config import RouterConfig
+from twopool.protocol.errors import TwopoolError
+from twopool.router.generation import Generation
+from twopool.router.http_edge import RequestContext, context_of
+from twopool.router.http_errors import ClientLeftError
+from twopool.router.http_metrics import HttpMetrics, outcome_of
+from twopool.router.http_protocol import ClientConnection, connection_of
+from twopool.router.interface import Dispatcher
+from twopool.router.model_info import ModelInfo
+from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
+from twopool.router.request_body import read_body
+from twopool.router.responses import WholeChoice, whole_answer
+from twopool.router.stream_answer import StreamAnswer, WriteBatcher
+
+_INLINE_BODY_BYTES = 16 * 1024
+"""Larger bodies are decoded, rendered and tokenised in a thread: milliseconds that streams would wait for."""
+
+Prepare = Callable[[bytes, ModelInfo, RequestLimits], PreparedRequest]
+
+
+class GenerateApi:
+    """Answers generation requests through one dispatcher."""
+
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, model: ModelInfo, metrics: HttpMetrics) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._model = model
+        self._metrics = metrics
+        self._batcher = WriteBatcher()
+        self._open: set[Generation] = set()
+
+    @property
+    def max_model_len(self) -> int:
+        """The smallest of what the configuration, the workers and the model allow."""
+        given = (self._config.max_model_len, self._dispatcher.max_model_len, self._model.max_model_len)
+        return min(length for length in given if length is not None)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._answer(request, prepare_chat)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        return await self._answer(request, prepare_completion)
+
+    def fail_open(self, error: TwopoolError) -> None:
+        """End every open answer with ``error``: the server has waited for them long enough."""
+        for generation in list(self._open):
+            generation.failed(error)
+
+    async def _answer(self, request: Request, prepare: Prepare) -> ASGIApp:
+        try:
+            prepared = await self._prepare(request, prepare)
+        except ClientLeftError:
+            self._metrics.count_outcome("cancelled")
+            raise
+        except TwopoolError as error:
+            self._metrics.count_outcome(outcome_of(error))
+            raise
+        context = context_of(request.scope)
+        generation = Generation(
+            prepared.prompts,
+            dispatcher=self._dispatcher,
+            metrics=self._metrics,
+            arrived_s=context.arrived_s,
+            on_over=self._open.discard,
+        )
+        self._open.add(generation)
+        connection = connection_of(request.scope)
+        if prepared.is_stream:
+            return await self._stream(prepared, generation, connection)
+        return await self._whole(prepared, generation, connection)
+
+    async def _prepare(self, request: Request, prepare: Prepare) -> PreparedRequest:
+        data = await read_body(request, self._config.max_body_bytes)
+        limits = self._limits(context_of(request.scope))
+        if len(data) <= _INLINE_BODY_BYTES:
+            return prepare(data, self._model, limits)
+        return await asyncio.get_running_loop().run_in_executor(None, prepare, data, self._model, limits)
+
+    def _limits(self, context: RequestContext) -> RequestLimits:
+        worker_vocab_size = self._dispatcher.vocab_size
+        vocab_size = self._model.vocab_size
+        return RequestLimits(
+            served_names=self._config.served_names,
+            max_model_len=self.max_model_len,
+            vocab_size=vocab_size if worker_vocab_size is None else min(vocab_size, worker_vocab_size),
+            timeout_s=self._config.request_timeout_s,
+            arrived_s=context.arrived_s,
+            tenant=context.tenant,
+        )
+
+    async def _stream(self, prepared: PreparedRequest, generation: Generation, connection: ClientConnection) -> ASGIApp:
+        answer = StreamAnswer(
+            generation,
+            prepared.head,
+            self._model.tokenizer.table,
+            connection,
+            self._batcher,
+            include_usage=prepared.include_usage,
+            continuous_usage=prepared.continuous_usage,
+            max_buffer_bytes=self._config.max_stream_buffer_bytes,
+            last_bytes_timeout_s=self._config.drain_timeout_s,
+        )
+        await _run(generation, answer, connection, answer.first)
+        return answer
+
+    async def _whole(self, prepared: PreparedRequest, generation: Generation, connection: ClientConnection) -> ASGIApp:
+        answer = _WholeAnswer(generation, asyncio.get_running_loop().create_future())
+        await _run(generation, answer, connection, answer.done)
+        wants_entries = prepared.head.num_top_logprobs is not None
+        choices = [
+            WholeChoice(index, choice.take_text(), choice, choice.take_entries() if wants_entries else [])
+            for index, choice in enumerate(generation.choices)
+        ]
+        body = whole_answer(prepared.head, choices, generation.usage, self._model.tokenizer.table)
+        return Response(body, media_type="application/json")
+
+
+class _WholeAnswer:
+    """Waits for a generation's end; the text stays in its choices."""
+
+    def __init__(self, generation: Generation, done: "asyncio.Future[None]") -> None:
+        self._generation = generation
+        self.done = done
+
+    def on_progress(self, index: int) -> None:
+        """Nothing to do before the end."""
+
+    def on_completed(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def on_failed(self, error: TwopoolError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+async def _run(
+    generation: Generation,
+    listener: StreamAnswer | _WholeAnswer,
+    connection: ClientConnection,
+    outcome: "asyncio.Future[None]",
+) -> None:
+    """Start the generation and wait for ``outcome``; a client that leaves meanwhile cancels it at once."""
+
+    def client_left() -> None:
+        generation.cancel()
+        if not outcome.done():
+            outcome.set_exception(ClientLeftError("the client left"))
+
+    generation.start(listener)
+    try:
+        connection.watch(client_left)
+        await outcome
+    except BaseException:
+        generation.cancel()
+        raise
+    finally:
+        connection.unwatch()

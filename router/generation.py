@@ -1,0 +1,217 @@
+"""One HTTP request's prompts on their way through the dispatcher.
+
+``NEW → RUNNING → COMPLETED | FAILED | CANCELLED``: completed when every choice of every prompt has finished, failed by
+the first error of any prompt (the others are cancelled), cancelled by the client or the server. The listener hears of
+progress while running, then of exactly one ending, except that a cancellation is not reported back to who asked for it.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from twopool.protocol.errors import TwopoolError
+from twopool.protocol.ids import ChoiceIndex
+from twopool.protocol.messages import TokenDelta
+from twopool.router.choice_stream import ChoiceStream
+from twopool.router.http_metrics import HttpMetrics, outcome_of
+from twopool.router.interface import Dispatcher, RoutedRequest
+from twopool.router.responses import Usage
+
+_log = logging.getLogger("twopool.router")
+
+
+class GenerationListener(Protocol):
+    """Who turns progress into an answer."""
+
+    def on_progress(self, index: int) -> None:
+        """Choice ``index`` has new tokens, or has finished."""
+
+    def on_completed(self) -> None:
+        """All choices have finished; follows the last ``on_progress``."""
+
+    def on_failed(self, error: TwopoolError) -> None:
+        """There will be no (further) answer."""
+
+
+@dataclass(frozen=True)
+class PlannedPrompt:
+    """One prompt's request (``None`` when nothing is to be generated) and its choices."""
+
+    request: RoutedRequest | None
+    num_prompt_tokens: int
+    choices: list[ChoiceStream]
+
+
+class Generation:
+    """All prompts of one HTTP request."""
+
+    def __init__(
+        self,
+        prompts: list[PlannedPrompt],
+        *,
+        dispatcher: Dispatcher,
+        metrics: HttpMetrics,
+        arrived_s: float,
+        on_over: Callable[["Generation"], None],
+    ) -> None:
+        self.choices: list[ChoiceStream] = [choice for prompt in prompts for choice in prompt.choices]
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._arrived_s = arrived_s
+        self._on_over = on_over
+        self._prompts = prompts
+        self._sinks: list[_PromptSink] = []
+        self._listener: GenerationListener | None = None
+        self._num_open = len(self.choices)
+        self._num_prompt_tokens = sum(prompt.num_prompt_tokens for prompt in prompts)
+        self.num_cached_tokens = 0
+        self.is_over = False
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        generated = sum([choice.num_tokens for choice in self.choices])
+        return Usage(self._num_prompt_tokens, generated, self.num_cached_tokens)
+
+    def start(self, listener: GenerationListener) -> None:
+        """Submit every prompt, or none: raises what the dispatcher raises."""
+        self._listener = listener
+        self._metrics.in_flight += 1
+        first = 0
+        try:
+            for prompt in self._prompts:
+                if prompt.request is not None:
+                    sink = _PromptSink(self, prompt.request, prompt.choices, first, prompt.num_prompt_tokens)
+                    self._dispatcher.submit(prompt.request, sink)
+                    self._sinks.append(sink)
+                first += len(prompt.choices)
+        except TwopoolError as error:
+            self._end(outcome_of(error))
+            raise
+        self._finish_empty_choices()
+
+    def cancel(self, outcome: str = "cancelled") -> None:
+        """Stop everything; the listener is not told. Idempotent."""
+        if not self.is_over:
+            self._end(outcome)
+
+    def progressed(self, index: int) -> None:
+        """A sink's report that choice ``index`` took tokens."""
+        if self.is_over or self._listener is None:
+            return
+        if self.choices[index].finish_reason is None:
+            self._listener.on_progress(index)
+            return
+        self._num_open -= 1
+        self._listener.on_progress(index)
+        if not self._num_open:
+            self._end("completed")
+            self._listener.on_completed()
+
+    def failed(self, error: TwopoolError) -> None:
+        """A sink's report that its prompt will get no answer."""
+        if self.is_over or self._listener is None:
+            return
+        self._end(outcome_of(error))
+        self._listener.on_failed(error)
+
+    def _finish_empty_choices(self) -> None:
+        for index, choice in enumerate(self.choices):
+            if choice.finish_reason is not None:
+                self.progressed(index)
+
+    def _end(self, outcome: str) -> None:
+        self.is_over = True
+        self._on_over(self)
+        metrics = self._metrics
+        metrics.in_flight -= 1
+        metrics.count_outcome(outcome)
+        for sink in self._sinks:
+            if outcome != "completed":
+                self._dispatcher.cancel(sink.request_id)
+            sink.record(metrics, completed=outcome == "completed")
+            if _log.isEnabledFor(logging.INFO):
+                _log.info(
+                    "%s: %d prompt tokens (%d cached), %d generated, first after %.1f ms, %.1f ms in all",
+                    outcome,
+                    sink.num_prompt_tokens,
+                    sink.num_cached_tokens,
+                    sink.num_tokens,
+                    sink.ttft_s * 1e3,
+                    (time.monotonic() - self._arrived_s) * 1e3,
+                    extra={"request_id": sink.request_id},
+                )
+
+
+class _PromptSink:
+    """Receives one prompt's tokens; ``first`` is the answer's index of its first choice."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        request: RoutedRequest,
+        choices: list[ChoiceStream],
+        first: int,
+        num_prompt_tokens: int,
+    ) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.ttft_s = 0.0
+        self._generation = generation
+        self._choices = choices
+        self._first = first
+        self._arrived_s = request.arrived_s
+        self._submitted_s = time.monotonic()
+        self._last_s: list[float | None] = [None] * len(choices)
+        self._itl = generation._metrics.itl
+        self._compute_s = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def on_tokens(self, delta: TokenDelta) -> None:
+        index = delta.choice
+        choice = self._choices[index]
+        if choice.finish_reason is not None:
+            return
+        self._time(index)
+        if delta.prefill is not None:
+            self.num_cached_tokens = delta.prefill.cached_tokens
+            self._compute_s = delta.prefill.compute_s
+            self._generation.num_cached_tokens += delta.prefill.cached_tokens
+        stopped_here = choice.push(delta)
+        if stopped_here:
+            self._generation._dispatcher.finish_choice(self.request_id, ChoiceIndex(index))
+        self._generation.progressed(self._first + index)
+
+    def on_error(self, error: TwopoolError) -> None:
+        _log.warning("request failed: %s", error.message, extra={"request_id": self.request_id})
+        self._generation.failed(error)
+
+    def record(self, metrics: HttpMetrics, *, completed: bool) -> None:
+        """The prompt's observations, once, at its end."""
+        num_tokens = self.num_tokens
+        metrics.generation_tokens += num_tokens
+        if self.ttft_s:
+            metrics.prompt_tokens += self.num_prompt_tokens
+            metrics.cached_tokens += self.num_cached_tokens
+            metrics.ttft.observe(self.ttft_s)
+            waited_s = self._arrived_s + self.ttft_s - self._submitted_s - self._compute_s
+            metrics.queue.observe(max(0.0, waited_s))
+        if completed:
+            metrics.end_to_end.observe(time.monotonic() - self._arrived_s)
+            metrics.prompt_sizes.observe(self.num_prompt_tokens)
+            metrics.generation_sizes.observe(num_tokens)
+
+    def _time(self, index: int) -> None:
+        now = time.monotonic()
+        last_s = self._last_s[index]
+        if last_s is not None:
+            self._itl.observe(now - last_s)
+        elif not self.ttft_s:
+            self.ttft_s = now - self._arrived_s
+        self._last_s[index] = now

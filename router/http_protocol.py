@@ -1,0 +1,196 @@
+"""uvicorn's HTTP protocol with what streams need: the transport itself, limits on headers, news of a lost client.
+
+Each request's ASGI scope carries a ``ClientConnection`` (``connection_of``). Only documented attributes of
+``HttpToolsProtocol`` and its request cycle are used besides the callbacks it overrides; uvicorn is pinned.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from twopool.protocol.errors import InvalidRequestError, TwopoolError
+from twopool.router.http_errors import HeadersTooLargeError, RequestTimeoutError, error_body
+
+_STATE_KEY = "twopool.connection"
+
+
+class ProtocolConfig(Config):
+    """uvicorn's configuration and our limits; set right after construction."""
+
+    max_header_bytes: int = 64 * 1024
+    request_read_timeout_s: float = 60.0
+
+
+class ClientConnection:
+    """One request's connection: for writing its stream and for hearing that the client left."""
+
+    def __init__(self, protocol: "RouterHttpProtocol", cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self._transport = protocol.transport
+        self._on_lost: Callable[[], None] | None = None
+        self._lost: asyncio.Event = asyncio.Event()
+        self.header_error: TwopoolError | None = None
+        """Why the request must be refused whatever it says: its headers were too large."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self._cycle.disconnected or self._lost.is_set()
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes written that the client's side has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call ``on_lost`` when the client leaves (at once if it has). Reading goes on, or nobody would notice."""
+        if self.is_lost:
+            on_lost()
+            return
+        self._on_lost = on_lost
+        self._protocol.flow.resume_reading()
+
+    def unwatch(self) -> None:
+        self._on_lost = None
+
+    def write_chunk(self, data: bytes) -> None:
+        """One chunk of the chunked response whose head was sent through ASGI. Never blocks: see ``buffered_bytes``."""
+        if not self.is_lost:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def abort(self) -> None:
+        """Drop the connection and what it has buffered."""
+        self._transport.abort()
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Close without ending the response, after what is buffered has been sent or ``timeout_s`` has passed."""
+        self._transport.close()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._lost.wait()
+        except TimeoutError:
+            self._transport.abort()
+            await self._lost.wait()
+
+    def lost(self) -> None:
+        """The protocol's news that the connection is gone."""
+        self._cycle.disconnected = True
+        self._lost.set()
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None:
+            on_lost()
+
+
+def connection_of(scope: Scope) -> ClientConnection:
+    """The connection a request came in on."""
+    connection: ClientConnection = scope["state"][_STATE_KEY]
+    return connection
+
+
+class RouterHttpProtocol(HttpToolsProtocol):
+    """One client connection, possibly of several requests."""
+
+    config: ProtocolConfig
+
+    def __init__(
+        self,
+        config: ProtocolConfig,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._open: list[ClientConnection] = []
+        self._header_bytes = 0
+        self._in_headers = False
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # A connection that never sends a request is as idle as one between requests.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_read_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        for connection in self._open:
+            connection.lost()
+        self._open.clear()
+
+    def data_received(self, data: bytes) -> None:
+        # httptools has no limit of its own and hands a header over only when it is whole, so bytes are counted here
+        # while headers are incomplete, and header by header below.
+        was_in_headers = self._in_headers
+        super().data_received(data)
+        if was_in_headers and self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > self.config.max_header_bytes:
+                self._refuse(self._headers_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        self._in_headers = True
+        self._stop_read_timer()
+        self._read_timer = self.loop.call_later(self.config.request_read_timeout_s, self._read_timed_out)
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_bytes <= self.config.max_header_bytes:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+        # The cycle's task has been created but has not run yet, so it sees this.
+        connection = ClientConnection(self, self.cycle)
+        if self._header_bytes > self.config.max_header_bytes:
+            connection.header_error = self._headers_too_large()
+        self._open = [other for other in self._open if not other._cycle.response_complete]
+        self._open.append(connection)
+        self.cycle.scope["state"][_STATE_KEY] = connection
+
+    def on_message_complete(self) -> None:
+        self._stop_read_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequestError(msg))
+
+    def _headers_too_large(self) -> TwopoolError:
+        return HeadersTooLargeError(f"request line and headers exceed {self.config.max_header_bytes} bytes")
+
+    def _read_timed_out(self) -> None:
+        self._read_timer = None
+        if not self._in_headers and self.cycle.response_started:
+            self.transport.close()  # answered already (too large, say); only its body still trickles in
+            return
+        self._refuse(
+            RequestTimeoutError(f"the request was not complete after {self.config.request_read_timeout_s:g} s")
+        )
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _refuse(self, error: TwopoolError) -> None:
+        """Answer outside of ASGI, then close: what follows on this connection cannot be trusted."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # an answer is under way: a second status line would garble it
+            return
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.http_status] + head + body)
+        self.transport.close()

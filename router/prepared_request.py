@@ -1,0 +1,177 @@
+"""From the bytes of a request body to everything the answer needs: checked, tokenised, complete.
+
+Pure functions of the body, the model and two limits; they run in a thread when the body is large.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+from twopool.protocol.errors import InvalidRequestError, ModelNotFoundError
+from twopool.protocol.ids import RequestId, new_request_id
+from twopool.protocol.messages import SamplingParams
+from twopool.router.choice_stream import ChoiceStream, TextOptions
+from twopool.router.generation import PlannedPrompt
+from twopool.router.interface import RoutedRequest
+from twopool.router.model_info import ModelInfo
+from twopool.router.prompts import (
+    Prompt,
+    chat_prompt,
+    completion_prompts,
+    max_chat_tokens,
+    max_completion_tokens,
+)
+from twopool.router.responses import AnswerHead
+from twopool.router.sampling_defaults import num_choices, num_logprobs, sampling_params, stop_strings
+from twopool.router.schema import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What holds for one request at the moment it comes. ``arrived_s`` is a ``time.monotonic()`` stamp."""
+
+    served_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    timeout_s: float
+    arrived_s: float
+    tenant: bytes
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request ready to be submitted."""
+
+    head: AnswerHead
+    prompts: list[PlannedPrompt]
+    is_stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
+    """``/v1/chat/completions``; raises the error the client gets."""
+    body = decode_chat(data)
+    name = _served_name(body, limits)
+    _check_stream(body)
+    num_choices(body)
+    prompt = chat_prompt(body, model)
+    max_tokens = max_chat_tokens(body, len(prompt.ids), limits.max_model_len)
+    return _prepared(body, name, [prompt], [max_tokens], model, limits)
+
+
+def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
+    """``/v1/completions``; raises the error the client gets."""
+    body = decode_completion(data)
+    name = _served_name(body, limits)
+    _check_stream(body)
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError("echo: not supported together with logprobs by this server yet", param="echo")
+    prompts = completion_prompts(body, model, limits.vocab_size)
+    max_tokens = [max_completion_tokens(body, len(prompt.ids), limits.max_model_len) for prompt in prompts]
+    return _prepared(body, name, prompts, max_tokens, model, limits)
+
+
+def _served_name(body: GenerationBody, limits: RequestLimits) -> str:
+    """The model's name as the client said it; without one, the first served name."""
+    if body.model is None:
+        return limits.served_names[0]
+    if body.model not in limits.served_names:
+        shown = body.model if len(body.model) <= 128 else body.model[:128] + "..."
+        raise ModelNotFoundError(f"the model {shown!r} does not exist", param="model")
+    return body.model
+
+
+def _check_stream(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options: only with stream set to true", param="stream_options")
+
+
+def _prepared(
+    body: GenerationBody,
+    name: str,
+    prompts: list[Prompt],
+    max_tokens: list[int],
+    model: ModelInfo,
+    limits: RequestLimits,
+) -> PreparedRequest:
+    request_id = new_request_id()
+    is_chat = isinstance(body, ChatBody)
+    kind = "chatcmpl-" if is_chat else "cmpl-"
+    head = AnswerHead(
+        answer_id=kind + request_id.removeprefix("req-"),
+        created=int(time.time()),
+        model=name,
+        is_chat=is_chat,
+        num_top_logprobs=num_logprobs(body),
+    )
+    ids = [request_id] + [new_request_id() for _ in prompts[1:]]
+    planned = [
+        _planned(body, prompt, limit, model, limits, request_id)
+        for prompt, limit, request_id in zip(prompts, max_tokens, ids, strict=True)
+    ]
+    options = body.stream_options
+    return PreparedRequest(
+        head=head,
+        prompts=planned,
+        is_stream=bool(body.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
+    )
+
+
+def _planned(
+    body: GenerationBody,
+    prompt: Prompt,
+    max_tokens: int,
+    model: ModelInfo,
+    limits: RequestLimits,
+    request_id: RequestId,
+) -> PlannedPrompt:
+    sampling = sampling_params(
+        body,
+        defaults=model.defaults,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=limits.vocab_size,
+        max_tokens=max_tokens,
+    )
+    options = _text_options(body, sampling)
+    table = model.tokenizer.table
+    prefix = ""
+    if isinstance(body, CompletionBody) and body.echo:
+        prefix = (
+            prompt.text
+            if prompt.text is not None
+            else table.decode(prompt.ids.tolist(), skip_special_tokens=options.skip_special_tokens)
+        )
+    choices = [ChoiceStream(table, options, prefix=prefix) for _ in range(sampling.n)]
+    if max_tokens == 0:
+        for choice in choices:
+            choice.finish_empty()
+        return PlannedPrompt(None, len(prompt.ids), choices)
+    request = RoutedRequest(
+        request_id=request_id,
+        prompt_ids=prompt.ids,
+        sampling=sampling,
+        salt=_salt(limits.tenant, body.cache_salt),
+        timeout_s=limits.timeout_s,
+        arrived_s=limits.arrived_s,
+    )
+    return PlannedPrompt(request, len(prompt.ids), choices)
+
+
+def _text_options(body: GenerationBody, sampling: SamplingParams) -> TextOptions:
+    return TextOptions(
+        stops=stop_strings(body),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=True if body.skip_special_tokens is None else body.skip_special_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs is not None,
+    )
+
+
+def _salt(tenant: bytes, cache_salt: str | None) -> bytes:
+    """Tenants (API keys) never share prefix cache; within one, ``cache_salt`` separates further."""
+    if cache_salt is None:
+        return tenant
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, key=tenant).digest()

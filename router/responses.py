@@ -1,0 +1,177 @@
+"""The JSON of answers: whole bodies, and stream events as preformatted bytes around escaped text."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from twopool.router.choice_stream import ChoiceStream, TokenEntry
+from twopool.router.detokenizer import TokenTable
+
+_encode = msgspec.json.encode
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What every object of one answer carries. ``created`` is in seconds since the epoch."""
+
+    answer_id: str
+    created: int
+    model: str
+    is_chat: bool
+    num_top_logprobs: int | None = None
+
+
+@dataclass
+class Usage:
+    """Token counts of one HTTP request; ``prompt_tokens`` counts every prompt once, whatever ``n``."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass
+class WholeChoice:
+    """One finished choice of an answer that is not streamed."""
+
+    index: int
+    text: str
+    stream: ChoiceStream
+    entries: list[TokenEntry] = field(default_factory=list)
+
+
+def whole_answer(head: AnswerHead, choices: list[WholeChoice], usage: Usage, table: TokenTable) -> bytes:
+    """The body of an answer that is not streamed."""
+    return _encode(
+        {
+            "id": head.answer_id,
+            "object": "chat.completion" if head.is_chat else "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "choices": [_whole_choice(head, choice, table) for choice in choices],
+            "usage": usage.to_json(),
+            "system_fingerprint": None,
+        }
+    )
+
+
+def _whole_choice(head: AnswerHead, choice: WholeChoice, table: TokenTable) -> dict[str, Any]:
+    logprobs = logprobs_json(head, choice.entries, table)
+    ending = {"finish_reason": choice.stream.finish_reason, "stop_reason": choice.stream.stop_reason}
+    if head.is_chat:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"index": choice.index, "message": message, "logprobs": logprobs, **ending}
+    return {"index": choice.index, "text": choice.text, "logprobs": logprobs, **ending}
+
+
+def logprobs_json(head: AnswerHead, entries: list[TokenEntry], table: TokenTable) -> dict[str, Any] | None:
+    """Chat's or completions' shape; ``None`` when none were asked for."""
+    if head.num_top_logprobs is None:
+        return None
+    if head.is_chat:
+        return {"content": [_chat_entry(entry, head.num_top_logprobs, table) for entry in entries], "refusal": None}
+    return {
+        "tokens": [table.token_text(entry.token_id) for entry in entries],
+        "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
+        "top_logprobs": [_completion_tops(entry, head.num_top_logprobs, table) for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def _chat_entry(entry: TokenEntry, num_top: int, table: TokenTable) -> dict[str, Any]:
+    return {
+        "token": table.token_text(entry.token_id),
+        "logprob": _finite(entry.logprobs.logprob),
+        "bytes": list(entry.piece),
+        "top_logprobs": [
+            {
+                "token": table.token_text(token_id),
+                "logprob": _finite(logprob),
+                "bytes": list(table.token_bytes(token_id)),
+            }
+            for token_id, logprob in _tops(entry, num_top, table)
+        ],
+    }
+
+
+def _completion_tops(entry: TokenEntry, num_top: int, table: TokenTable) -> dict[str, float]:
+    """The best ``num_top`` and the chosen token."""
+    tops = {table.token_text(token_id): _finite(logprob) for token_id, logprob in _tops(entry, num_top, table)}
+    tops.setdefault(table.token_text(entry.token_id), _finite(entry.logprobs.logprob))
+    return tops
+
+
+def _tops(entry: TokenEntry, num_top: int, table: TokenTable) -> list[tuple[int, float]]:
+    """Alternatives the tokenizer knows: ids of vocabulary padding have no text to report."""
+    pairs = zip(entry.logprobs.top_ids, entry.logprobs.top_logprobs, strict=False)
+    return [(token_id, logprob) for token_id, logprob in pairs if table.is_known(token_id)][:num_top]
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's own floor stands for a probability of zero."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+class EventWriter:
+    """Formats one stream's events. The fixed parts are encoded once; only text is escaped for each event."""
+
+    def __init__(self, head: AnswerHead, table: TokenTable, *, usage_field: bool) -> None:
+        self._head = head
+        self._table = table
+        kind = "chat.completion.chunk" if head.is_chat else "text_completion"
+        fixed = {"id": head.answer_id, "object": kind, "created": head.created, "model": head.model}
+        self._start = b"data: " + _encode({**fixed, "system_fingerprint": None})[:-1] + b',"choices":['
+        self._usage_null = b',"usage":null' if usage_field else b""
+        self._plain_tail = (
+            b'},"logprobs":null,"finish_reason":null}]'
+            if head.is_chat
+            else (b',"logprobs":null,"finish_reason":null}]')
+        )
+        self._text_starts: dict[int, bytes] = {}
+
+    def role(self, index: int, usage: Usage | None) -> bytes:
+        """The first event of a chat choice."""
+        choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % index
+        return self._start + choice + b'"logprobs":null,"finish_reason":null}]' + self._end(usage)
+
+    def text(self, index: int, text: str, entries: list[TokenEntry], usage: Usage | None) -> bytes:
+        """New text of one choice, with its logprobs where they were asked for."""
+        start = self._text_starts.get(index)
+        if start is None:
+            opening = b'{"index":%d,"delta":{"content":' if self._head.is_chat else b'{"index":%d,"text":'
+            start = self._text_starts[index] = self._start + opening % index
+        if self._head.num_top_logprobs is None:
+            return start + _encode(text) + self._plain_tail + self._end(usage)
+        logprobs = _encode(logprobs_json(self._head, entries, self._table))
+        closing = b'},"logprobs":' if self._head.is_chat else b',"logprobs":'
+        return start + _encode(text) + closing + logprobs + b',"finish_reason":null}]' + self._end(usage)
+
+    def finish(self, index: int, stream: ChoiceStream, usage: Usage | None) -> bytes:
+        """The last event of one choice."""
+        body = b'"delta":{}' if self._head.is_chat else b'"text":""'
+        ending = b'"finish_reason":%b,"stop_reason":%b}]' % (_encode(stream.finish_reason), _encode(stream.stop_reason))
+        return self._start + b'{"index":%d,%b,"logprobs":null,%b' % (index, body, ending) + self._end(usage)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The extra last event that ``include_usage`` asks for."""
+        return self._start + b"]" + self._end(usage)
+
+    def _end(self, usage: Usage | None) -> bytes:
+        if usage is None:
+            return self._usage_null + b"}\n\n"
+        return b',"usage":' + _encode(usage.to_json()) + b"}\n\n"
+
+
+def error_event(body: bytes) -> bytes:
+    """``body`` is an error's JSON object."""
+    return b"data: " + body + b"\n\n"

@@ -1,0 +1,168 @@
+"""A streamed answer: server-sent events written straight to the client's transport.
+
+No task and no queue wakes up for a token. Tokens mark their answer in the ``WriteBatcher``; one callback, later in the
+same turn of the event loop, lets every marked answer format what it has and write once. Steps that pile up meanwhile
+merge into one event a choice.
+
+Before the first token nothing is sent, so an early failure still has its own HTTP status. A failure after that is one
+``data: {"error": ...}`` event, then the connection is closed without the end of the chunked body and without
+``[DONE]``: no client can take it for a whole answer.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import Receive, Scope, Send
+
+from twopool.protocol.errors import TwopoolError
+from twopool.router.detokenizer import TokenTable
+from twopool.router.generation import Generation
+from twopool.router.http_errors import error_body
+from twopool.router.http_protocol import ClientConnection
+from twopool.router.responses import DONE_EVENT, AnswerHead, EventWriter, Usage, error_event
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class WriteBatcher:
+    """Runs every marked answer's ``flush`` once, in one callback a turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._marked: list[Callable[[], None]] = []
+
+    def mark(self, flush: Callable[[], None]) -> None:
+        if not self._marked:
+            asyncio.get_running_loop().call_soon(self._flush_all)
+        self._marked.append(flush)
+
+    def _flush_all(self) -> None:
+        marked, self._marked = self._marked, []
+        for flush in marked:
+            flush()
+
+
+class StreamAnswer:
+    """Listens to one ``Generation`` and writes its events. Also the ASGI response that owns the connection meanwhile.
+
+    ``WAITING`` (nothing sent) ``→ OPEN → DONE | BROKEN``.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        head: AnswerHead,
+        table: TokenTable,
+        connection: ClientConnection,
+        batcher: WriteBatcher,
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+        max_buffer_bytes: int,
+        last_bytes_timeout_s: float,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._generation = generation
+        self._head = head
+        self._connection = connection
+        self._batcher = batcher
+        self._writer = EventWriter(head, table, usage_field=include_usage)
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._max_buffer_bytes = max_buffer_bytes
+        self._last_bytes_timeout_s = last_bytes_timeout_s
+        self._dirty: dict[int, None] = {}
+        self._started: set[int] = set()
+        self._is_open = False
+        self._error: TwopoolError | None = None
+        self._is_completed = False
+        self.first: asyncio.Future[None] = loop.create_future()
+        """Done with the first token; carries the error of an answer that fails before."""
+        self._ended: asyncio.Future[bool] = loop.create_future()
+
+    def on_progress(self, index: int) -> None:
+        if not self._dirty and self._is_open:
+            self._batcher.mark(self._flush)
+        self._dirty[index] = None
+        if not self._is_open and not self.first.done():
+            self.first.set_result(None)
+
+    def on_completed(self) -> None:
+        self._is_completed = True
+
+    def on_failed(self, error: TwopoolError) -> None:
+        if not self.first.done():
+            self.first.set_exception(error)
+            return
+        self._error = error
+        if self._is_open:
+            self._batcher.mark(self._flush)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the headers, own the stream until its end; the generation never outlives this call."""
+        try:
+            self._connection.watch(self._on_lost)
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._is_open = True
+            self._flush()
+            if await self._ended:
+                async with asyncio.timeout(self._last_bytes_timeout_s):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
+                await self._connection.close(timeout_s=self._last_bytes_timeout_s)
+        except TimeoutError:  # the reader stopped reading with the end of the answer still in its buffer
+            await self._connection.close(timeout_s=0)
+        finally:
+            self._generation.cancel()
+            self._connection.unwatch()
+
+    def _on_lost(self) -> None:
+        self._generation.cancel()
+        self._end(whole=False)
+
+    def _end(self, *, whole: bool) -> None:
+        if not self._ended.done():
+            self._ended.set_result(whole)
+
+    def _flush(self) -> None:
+        """Format all that is new and write it at once."""
+        if self._ended.done():
+            return
+        if self._connection.buffered_bytes > self._max_buffer_bytes:
+            self._generation.cancel("slow_reader")
+            self._connection.abort()
+            self._end(whole=False)
+            return
+        events: list[bytes] = []
+        for index in self._dirty:
+            self._add_choice_events(index, events)
+        self._dirty.clear()
+        if self._error is not None:
+            events.append(error_event(error_body(self._error)))
+        elif self._is_completed:
+            if self._include_usage:
+                events.append(self._writer.usage(self._generation.usage))
+            events.append(DONE_EVENT)
+        if events:
+            self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
+        if self._error is not None or self._is_completed:
+            self._end(whole=self._error is None)
+
+    def _add_choice_events(self, index: int, events: list[bytes]) -> None:
+        choice = self._generation.choices[index]
+        usage = self._running_usage()
+        if self._head.is_chat and index not in self._started:
+            self._started.add(index)
+            events.append(self._writer.role(index, usage))
+        text = choice.take_text()
+        entries = choice.take_entries() if self._head.num_top_logprobs is not None else []
+        if text or entries:
+            events.append(self._writer.text(index, text, entries, usage))
+        if choice.finish_reason is not None:
+            events.append(self._writer.finish(index, choice, usage))
+
+    def _running_usage(self) -> Usage | None:
+        return self._generation.usage if self._continuous_usage else None
