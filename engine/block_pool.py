@@ -23,7 +23,7 @@ A block's generation moves whenever its content is given up, and always before i
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -34,6 +34,10 @@ from twopool.protocol.errors import OverloadedError
 from twopool.protocol.ids import BlockId, Epoch, Generation
 from twopool.protocol.messages import BlockCounts
 from twopool.protocol.token_hash import HashChain, TokenIds
+
+
+def _ignore() -> None:
+    """Nobody waits for blocks."""
 
 
 class Reservation:
@@ -53,8 +57,9 @@ class Reservation:
     def shrink_to(self, count: int) -> None:
         """Give up all but ``count`` blocks of what remains; never grows."""
         surplus = max(self._remaining - count, 0)
-        self._remaining -= surplus
-        self._pool._reserved -= surplus
+        if surplus:
+            self._remaining -= surplus
+            self._pool._unreserve(surplus)
 
     def _draw(self, count: int) -> None:
         """Use up to ``count`` blocks of the claim."""
@@ -86,6 +91,8 @@ class BlockPool:
         self._num_active = 0
         self._num_pinned = 0
         self._reserved = 0
+        self.on_obtainable: Callable[[], None] = _ignore
+        """called whenever more blocks can be had than before"""
 
     # --- figures
 
@@ -169,6 +176,11 @@ class BlockPool:
             self._reference(block)
             matched.append(block)
         return matched
+
+    def num_missing(self, chain: HashChain, token_ids: TokenIds, max_tokens: int, num_blocks: int) -> int:
+        """How many of ``num_blocks`` blocks would have to be obtained after a ``match``, cached ones among them."""
+        found = self._cache.find(chain, token_ids, max_tokens) if self.prefix_caching else []
+        return num_blocks - sum(block not in self._lru for block in found)
 
     # --- references and pins
 
@@ -263,16 +275,18 @@ class BlockPool:
     def check(self) -> None:
         """Recount everything; raises ``RuntimeError`` naming what does not balance."""
         self._cache.check()
-        states = [
-            ("free", self._free),
-            ("cached", list(self._lru)),
-            ("active", [block for block, refs in enumerate(self._refs) if refs]),
-            ("pinned", [block for block, pins in enumerate(self._pins) if pins and not self._refs[block]]),
-            ("fetching", list(self._fetching)),
-            ("quarantined", list(self._quarantined)),
-        ]
-        seen: dict[int, str] = {}
-        for name, blocks in states:
+        active = [BlockId(block) for block, refs in enumerate(self._refs) if refs]
+        pinned = [BlockId(block) for block, pins in enumerate(self._pins) if pins and not self._refs[block]]
+        states: dict[str, Iterable[BlockId]] = {
+            "free": self._free,
+            "cached": self._lru,
+            "active": active,
+            "pinned": pinned,
+            "fetching": self._fetching,
+            "quarantined": self._quarantined,
+        }
+        seen: dict[BlockId, str] = {}
+        for name, blocks in states.items():
             for block in blocks:
                 if block in seen:
                     raise RuntimeError(f"block {block} is both {seen[block]} and {name}")
@@ -280,15 +294,12 @@ class BlockPool:
         counts = self.counts()
         if len(seen) != self.num_blocks or counts.total != self.num_blocks:
             raise RuntimeError(f"{len(seen)} of {self.num_blocks} blocks are accounted for; counters say {counts}")
-        if (counts.active, counts.pinned) != (len(states[2][1]), len(states[3][1])):
-            raise RuntimeError(f"counters are off: {counts}, {len(states[2][1])} active, {len(states[3][1])} pinned")
-        for block in self._lru:
-            if block not in self._cache:
-                raise RuntimeError(f"block {block} is cached but cannot be found")
-        for name in ("free", "fetching", "quarantined"):
-            for block, state in seen.items():
-                if state == name and BlockId(block) in self._cache:
-                    raise RuntimeError(f"block {block} is {name} but published")
+        if (counts.active, counts.pinned) != (len(active), len(pinned)):
+            raise RuntimeError(f"counters are off: {counts}, {len(active)} active, {len(pinned)} pinned")
+        for block, state in seen.items():
+            may_be_published = {"cached": {True}, "active": {True, False}, "pinned": {True, False}}
+            if (block in self._cache) not in may_be_published.get(state, {False}):
+                raise RuntimeError(f"block {block} is {state}, but published: {block in self._cache}")
         if self._reserved < 0 or self.num_obtainable < 0:
             raise RuntimeError(f"{self._reserved} blocks are reserved, {counts.free + counts.cached} can be had")
 
@@ -322,16 +333,22 @@ class BlockPool:
                 del self._lru[block]
         self._refs[block] += 1
 
+    def _unreserve(self, count: int) -> None:
+        self._reserved -= count
+        self.on_obtainable()
+
     def _retire(self, block: BlockId) -> None:
         """Nobody holds the block any more."""
         if block in self._cache:
             self._lru[block] = None
+            self.on_obtainable()
         else:
             self._give_up(block)
 
     def _give_up(self, block: BlockId) -> None:
         self._generations[block] += 1
         self._free.append(block)
+        self.on_obtainable()
 
     def _forget_idle(self, blocks: Iterable[BlockId]) -> None:
         """Free those of ``blocks``, no longer published, that only the cache kept."""

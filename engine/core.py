@@ -1,8 +1,22 @@
-"""The engine of a worker: continuous batching over a paged KV cache."""
+"""The engine of a worker: continuous batching over a paged KV cache.
 
-from collections.abc import Callable, Sequence
+All state lives on the event loop's thread. A step's computation runs elsewhere, behind a ``StepExecutor``; while one is
+under way requests may come, be adopted and be cancelled, but no block of a sequence in that step is given back before
+it is over: it may still be written.
+"""
 
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+
+from twopool.engine.admission import blocks_to_reserve, check_request, make_sequences, make_state
 from twopool.engine.block_pool import BlockPool, Reservation
+from twopool.engine.outputs import DrawnTokens, adopt_delta, record_token, resend
+from twopool.engine.plan import build_plan
 from twopool.engine.requests import (
     AttemptKey,
     EngineRequest,
@@ -11,10 +25,12 @@ from twopool.engine.requests import (
     PrefillResult,
     StepOutput,
 )
-from twopool.engine.scheduler import SchedulerConfig
+from twopool.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig, blocks_for
+from twopool.engine.sequence import RequestState, Sequence, Status
 from twopool.engine.step import StepExecutor
+from twopool.protocol.errors import OverloadedError
 from twopool.protocol.ids import BlockId, ChoiceIndex
-from twopool.protocol.messages import TokenDelta
+from twopool.protocol.messages import ErrorInfo, TokenDelta
 
 __all__ = [
     "AttemptKey",
@@ -27,9 +43,18 @@ __all__ = [
     "StepOutput",
 ]
 
+log = logging.getLogger(__name__)
 
+RETAINED_REQUESTS = 256
+"""Finished requests whose outputs can still be asked for: their last message may have been lost."""
+
+CHECK_INTERVAL_S = 10.0
+"""An idle engine recounts its blocks, but no more often than this: it takes a while in a large pool."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges and monotonic counters."""
+    """Gauges (``num_running``, ``num_waiting``: sequences) and monotonic counters."""
 
     num_running: int
     num_waiting: int
@@ -41,6 +66,11 @@ class EngineStats:
 
 
 class Engine:
+    """Computes requests step by step and reports each step through ``on_step``, on the event loop's thread.
+
+    ``on_step`` may call any method of the engine. It must not raise: what it raises ends ``run``.
+    """
+
     def __init__(
         self,
         *,
@@ -49,46 +79,339 @@ class Engine:
         executor: StepExecutor,
         on_step: Callable[[StepOutput], None],
     ) -> None:
-        raise NotImplementedError
-
-    @property
-    def stats(self) -> EngineStats:
-        raise NotImplementedError
+        self._pool = pool
+        self._config = scheduler_config
+        self._executor = executor
+        self._on_step = on_step
+        self._scheduler = Scheduler(scheduler_config, pool)
+        self._max_len = min(scheduler_config.max_model_len, pool.num_blocks * pool.block_size)
+        self._requests: dict[AttemptKey, RequestState] = {}
+        self._retained: OrderedDict[AttemptKey, RequestState] = OrderedDict()
+        self._doomed: list[Sequence] = []
+        self._in_step = False
+        self._output = StepOutput()
+        self._wake = asyncio.Event()
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._prefill_tokens = 0
+        self._generated_tokens = 0
+        self._checked_at: float | None = None
+        pool.on_obtainable = self._wake.set
 
     @property
     def max_model_len(self) -> int:
         """The configured length or what the whole pool holds, whichever is less: what to register with."""
-        raise NotImplementedError
+        return self._max_len
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_steps=self._num_steps,
+            prefill_tokens=self._prefill_tokens,
+            cached_tokens=self._scheduler.num_cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._scheduler.num_preemptions,
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine holds no request and no step is under way."""
+        return not self._requests and not self._in_step
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises ``ContextLengthError`` or ``InvalidRequestError`` as ``submit`` would."""
+        check_request(request, self._config, self._max_len)
 
     def reserve(self, num_tokens: int, num_choices: int) -> Reservation:
-        """Room for ``num_tokens`` of KV plus one growth block a choice, for a request that will be adopted.
+        """Room for the KV of ``num_tokens`` plus a block to grow into for each choice, for a request to be adopted.
 
-        Raises ``OverloadedError`` as ``submit`` does: also while preempted choices wait for blocks.
+        Raises ``OverloadedError`` when there is too little, and while preempted choices wait for theirs.
         """
-        raise NotImplementedError
+        self._refuse_if_starved()
+        wanted = blocks_for(num_tokens, self._pool.block_size) + num_choices
+        return self._pool.reserve(min(wanted, self._pool.num_blocks))
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises ``OverloadedError``, ``ContextLengthError`` or ``InvalidRequestError``."""
-        raise NotImplementedError
+        """Queue a request whose KV is to be computed here.
+
+        Its blocks are claimed at once: all of its tokens' and one to grow into for each choice. Raises
+        ``OverloadedError`` when they are not to be had or the queue is full, ``ContextLengthError`` or
+        ``InvalidRequestError`` when the request can never be computed; the engine then holds nothing of it.
+        """
+        self._require_new(request.key)
+        self.check(request)
+        if len(self._scheduler.waiting) >= self._config.max_waiting:
+            raise OverloadedError(f"{self._config.max_waiting} requests wait for this worker already.")
+        self._refuse_if_starved()
+        state = make_state(request, arrival=self._next_arrival(), max_len=self._max_len, reservation=None)
+        state.sequences = make_sequences(state, request)
+        self._claim_blocks(state)
+        self._requests[request.key] = state
+        for sequence in state.sequences:
+            self._scheduler.add(sequence)
+        self._wake.set()
 
     def adopt(
         self,
         request: EngineRequest,
         *,
         block_table: list[BlockId],
-        first: Sequence[TokenDelta],
+        first: AbstractSequence[TokenDelta],
         reservation: Reservation | None,
     ) -> None:
-        raise NotImplementedError
+        """Go on with a request whose KV was computed elsewhere.
+
+        ``block_table`` holds the KV of all of the request's ids, proven, one reference each, which passes to the
+        engine; so does ``reservation``, for growth. ``first`` has one delta for each choice with the token the prefill
+        drew and perhaps a finish reason; the engine does not report them again, but can resend them. If they end all
+        choices, the next ``StepOutput`` says so. Raises ``ValueError``, taking nothing over, when the parts do not fit.
+        """
+        self._require_new(request.key)
+        state = make_state(request, arrival=self._next_arrival(), max_len=self._max_len, reservation=reservation)
+        state.sequences = sequences = make_sequences(state, request)
+        if len(sequences) != 1 or len(block_table) != blocks_for(sequences[0].num_tokens, self._pool.block_size):
+            raise ValueError(f"{len(block_table)} blocks do not hold the tokens of {request.key}")
+        for delta in first:
+            adopt_delta(state, delta)
+        if any(len(output.output_ids) == output.base and not output.ended for output in state.outputs.values()):
+            raise ValueError(f"the prefill of {request.key} drew no token for some choice")
+        state.prefill_reported = True
+        sequence = sequences[0]
+        sequence.append_blocks(block_table)
+        sequence.num_computed = sequence.num_tokens
+        sequence.status = Status.RUNNING
+        self._requests[request.key] = state
+        self._scheduler.add(sequence)
+        self._publish(sequence)
+        self._continue(sequence)
+        self._wake.set()
 
     def cancel(self, key: AttemptKey) -> None:
-        raise NotImplementedError
+        """Forget a request, now or, where it is in the step under way, at that step's end. Idempotent."""
+        self._retained.pop(key, None)
+        state = self._requests.pop(key, None)
+        if state is not None:
+            self._abandon(state)
 
     def cancel_choice(self, key: AttemptKey, choice: ChoiceIndex) -> None:
-        raise NotImplementedError
+        """Go on without one choice. Idempotent; the last one to go finishes the request (ends it, for a prefill)."""
+        state = self._requests.get(key)
+        if state is None or choice not in state.outputs or state.outputs[choice].ended:
+            return
+        state.outputs[choice].cancelled = True
+        for sequence in state.sequences:
+            if sequence.status is not Status.FINISHED and not sequence.open_choices:
+                self._drop(sequence)
+        if state.ended:
+            if state.prefill_only:
+                self.cancel(key)
+            else:
+                self._finish(state)
+            self._wake.set()
 
     def outputs(self, key: AttemptKey, choice: ChoiceIndex, from_index: int) -> TokenDelta | None:
-        raise NotImplementedError
+        """A choice's tokens from output index ``from_index`` on, to be sent again; None when there are none.
+
+        Works for the requests the engine has and for the latest it finished. Where log-probabilities were asked for,
+        the delta starts no earlier than the tokens this attempt brought.
+        """
+        state = self._requests.get(key) or self._retained.get(key)
+        return resend(state, choice, from_index) if state is not None else None
 
     async def run(self) -> None:
-        raise NotImplementedError
+        """Compute steps for as long as there is work; wait otherwise. Runs until cancelled."""
+        while True:
+            self._wake.clear()
+            schedule = self._scheduler.schedule()
+            if schedule.chunks:
+                await self._step(schedule)
+            self._report()
+            if not schedule.chunks:
+                if self.idle:
+                    self._check_pool()
+                await self._wake.wait()
+
+    # --- a step
+
+    async def _step(self, schedule: Schedule) -> None:
+        now = time.monotonic()
+        for chunk in schedule.chunks:
+            request = chunk.sequence.request
+            if request.first_scheduled_at is None:
+                request.first_scheduled_at = now
+        plan = build_plan(schedule, self._pool.block_size)
+        # Stays set when the task is cancelled right here: the thread goes on writing, so nothing may be released.
+        self._in_step = True
+        try:
+            result = await self._executor.execute(plan)
+        except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
+            log.exception("a step failed")
+            self._in_step = False
+            failure = ErrorInfo(kind="internal", message=f"The computation failed: {error!r}"[:4096], retryable=True)
+            for chunk in schedule.chunks:
+                self._fail(chunk.sequence.request, failure)
+        else:
+            self._in_step = False
+            self._apply(schedule, DrawnTokens(result.draws))
+        self._pool.release([source for source, _ in schedule.copies])
+        doomed, self._doomed = self._doomed, []
+        for sequence in doomed:
+            self._scheduler.drop(sequence)
+        self._num_steps += 1
+
+    def _apply(self, schedule: Schedule, drawn: DrawnTokens) -> None:
+        index = 0
+        for chunk in schedule.chunks:
+            first, index = index, index + len(chunk.draws)
+            sequence = chunk.sequence
+            if sequence.request.abandoned or not sequence.open_choices:
+                continue  # cancelled while the step was under way
+            if True in drawn.bad[first:index]:
+                message = "The model's output for this request is not a number."
+                self._fail(sequence.request, ErrorInfo(kind="bad_logits", message=message))
+                continue
+            if not (chunk.num_rows == 1 and sequence.num_outputs):
+                self._prefill_tokens += chunk.num_rows
+            sequence.num_computed += chunk.num_rows
+            self._publish(sequence)
+            if chunk.draws:
+                self._draw(chunk, drawn, first)
+            elif sequence.request.prefill_only:
+                progress = PrefillProgress(sequence.request.key, tuple(sequence.blocks), sequence.num_computed)
+                self._output.progress.append(progress)
+
+    def _draw(self, chunk: Chunk, drawn: DrawnTokens, first: int) -> None:
+        """All of a sequence's tokens are computed and the next ones drawn."""
+        sequence, request = chunk.sequence, chunk.sequence.request
+        deltas = [
+            record_token(request, choice, drawn, first + offset)
+            for offset, choice in enumerate(chunk.draws)
+            if not request.outputs[choice].cancelled
+        ]
+        self._generated_tokens += len(deltas)
+        if request.prefill_only:
+            self._hand_over(sequence, deltas)
+            return
+        if not request.prefill_reported:
+            request.prefill_reported = True
+            self._output.local_prefills.append(LocalPrefill(request.key, request.cached_tokens, *_times(request)))
+        self._output.deltas.extend(deltas)
+        self._continue(sequence)
+
+    def _continue(self, sequence: Sequence) -> None:
+        """Append the choices' latest tokens: each choice that goes on gets a sequence of its own."""
+        outputs = sequence.request.outputs
+        going_on = sequence.open_choices
+        for choice in going_on[1:]:
+            twin = sequence.fork(choice, self._pool.block_size)
+            self._pool.share(twin.blocks)
+            twin.append_token(outputs[choice].output_ids[-1])
+            sequence.request.sequences.append(twin)
+            self._scheduler.add(twin)
+        if going_on:
+            sequence.choices = going_on[:1]
+            sequence.append_token(outputs[going_on[0]].output_ids[-1])
+        else:
+            self._drop(sequence)
+            if sequence.request.ended:
+                self._finish(sequence.request)
+
+    def _hand_over(self, sequence: Sequence, deltas: list[TokenDelta]) -> None:
+        request = sequence.request
+        blocks = tuple(sequence.blocks)
+        self._pool.pin(blocks)
+        self._output.prefilled.append(
+            PrefillResult(
+                request.key, blocks, sequence.num_computed, tuple(deltas), request.cached_tokens, *_times(request)
+            )
+        )
+        del self._requests[request.key]
+        self._drop(sequence)
+        request.release_reservation()
+
+    def _publish(self, sequence: Sequence) -> None:
+        num_full = sequence.num_computed // self._pool.block_size
+        if num_full > sequence.num_published:
+            self._pool.publish(sequence.blocks, sequence.chain, sequence.token_ids, sequence.num_computed)
+            sequence.num_published = num_full
+
+    def _report(self) -> None:
+        if self._output:
+            output, self._output = self._output, StepOutput()
+            self._on_step(output)
+
+    # --- ends
+
+    def _finish(self, state: RequestState) -> None:
+        """All choices of a full request have ended."""
+        del self._requests[state.key]
+        state.release_reservation()
+        state.sequences = []
+        self._retained[state.key] = state
+        if len(self._retained) > RETAINED_REQUESTS:
+            self._retained.popitem(last=False)
+        self._output.finished.append(state.key)
+
+    def _fail(self, state: RequestState, error: ErrorInfo) -> None:
+        """End a request without an answer; what it computed may be wrong and must not serve others."""
+        if state.abandoned:
+            return
+        for sequence in state.sequences:
+            self._pool.retract(sequence.blocks)
+        del self._requests[state.key]
+        self._abandon(state)
+        self._output.failed.append((state.key, error))
+
+    def _abandon(self, state: RequestState) -> None:
+        state.abandoned = True
+        for sequence in state.sequences:
+            self._drop(sequence)
+        state.release_reservation()
+
+    def _drop(self, sequence: Sequence) -> None:
+        if self._in_step:
+            self._doomed.append(sequence)
+        else:
+            self._scheduler.drop(sequence)
+
+    # --- private
+
+    def _claim_blocks(self, state: RequestState) -> None:
+        """Take the blocks the cache has for a request's first sequence and reserve the rest."""
+        pool, sequence = self._pool, state.sequences[0]
+        held = pool.match(sequence.chain, sequence.token_ids, sequence.num_tokens - 1)
+        wanted = blocks_to_reserve(state.sequences, len(held), pool.block_size, pool.num_blocks)
+        try:
+            state.reservation = pool.reserve(wanted)
+        except OverloadedError:
+            pool.release(held)
+            raise
+        sequence.append_blocks(held)
+        for other in state.sequences[1:]:
+            other.preempted = True  # the claim may not suffice for all: treated like one that lost its blocks
+
+    def _require_new(self, key: AttemptKey) -> None:
+        if key in self._requests:
+            raise ValueError(f"the engine has {key} already")
+
+    def _refuse_if_starved(self) -> None:
+        if self._scheduler.starved:
+            raise OverloadedError("Running requests wait for KV blocks on this worker.")
+
+    def _next_arrival(self) -> int:
+        self._num_arrivals += 1
+        return self._num_arrivals
+
+    def _check_pool(self) -> None:
+        now = time.monotonic()
+        if self._checked_at is None or now - self._checked_at >= CHECK_INTERVAL_S:
+            self._checked_at = now
+            self._pool.check()
+
+
+def _times(request: RequestState) -> tuple[float, float]:
+    """(seconds queued, seconds from the first step on)"""
+    started = request.first_scheduled_at or request.submitted_at
+    return started - request.submitted_at, time.monotonic() - started

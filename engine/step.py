@@ -1,16 +1,17 @@
 """What crosses from the event loop to the compute thread and back: one plan and one result a step."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from twopool.kernels.sampling import SamplingBatch
+from twopool.kernels.sampling import Draws, SamplingBatch
 
 Ints = npt.NDArray[np.int32]
 
@@ -42,19 +43,12 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step drew; arrays have one entry a draw of the plan."""
+    """What a step drew: R tokens, in the order of the plan's draws."""
 
-    token_ids: npt.NDArray[np.int64]
-    """[R] int64; meaningless where ``bad``"""
-    bad: npt.NDArray[np.bool_]
-    """[R] bool: the row had no usable logits (NaN, +inf, or nothing finite)"""
-    logprobs: npt.NDArray[np.float32] | None = None
-    """[R] float32 of the drawn token; None when no draw asked. Rows that did not ask hold 0"""
-    top_ids: npt.NDArray[np.int64] | None = None
-    """[R, N] int64, the most likely tokens, best first; None when no draw asked for any"""
-    top_logprobs: npt.NDArray[np.float32] | None = None
-    """[R, N] float32"""
-    compute_s: float = field(default=0.0, compare=False)
+    draws: Draws
+
+
+_Future: TypeAlias = "asyncio.Future[StepResult]"
 
 
 class StepExecutor(Protocol):
@@ -77,12 +71,12 @@ class ThreadExecutor:
 
     def __init__(self, compute: Callable[[StepPlan], StepResult]) -> None:
         self._compute = compute
-        self._queue: queue.SimpleQueue[tuple[StepPlan, asyncio.Future[StepResult]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[StepPlan, _Future] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine-step")
         self._thread.start()
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        future: _Future = asyncio.get_running_loop().create_future()
         self._queue.put((plan, future))
         # A cancelled caller must not look finished while the thread still writes KV blocks.
         return await asyncio.shield(future)
@@ -98,18 +92,22 @@ class ThreadExecutor:
             try:
                 result = self._compute(plan)
             except Exception as error:  # whatever it is, the caller on the event loop has to hear of it
-                _deliver(future, _set_exception, error)
+                _deliver(future, _fail, error)
             else:
-                _deliver(future, _set_result, result)
+                _deliver(future, _complete, result)
 
 
-def _deliver(
-    future: "asyncio.Future[StepResult]", setter: Callable[["asyncio.Future[StepResult]", object], None], value: object
-) -> None:
-    raise NotImplementedError
+def _deliver(future: _Future, settle: Callable[[_Future, Any], None], value: object) -> None:
+    """Settle ``future`` on its own loop; a loop that is closed by now has nobody waiting."""
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(settle, future, value)
 
 
-def _set_result(future: "asyncio.Future[StepResult]", value: object) -> None: ...
+def _complete(future: _Future, result: StepResult) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
-def _set_exception(future: "asyncio.Future[StepResult]", value: object) -> None: ...
+def _fail(future: _Future, error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

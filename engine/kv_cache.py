@@ -1,0 +1,65 @@
+"""The memory of the paged KV cache: how much of it, and where."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from twopool.models.config import DecoderConfig
+from twopool.protocol.config import WorkerConfig
+from twopool.protocol.errors import ConfigError
+from twopool.protocol.geometry import KvGeometry
+
+DEFAULT_CPU_BYTES = 1024**3
+
+TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_pools: Final[list[Tensor]] = []
+"""Every pool of this process. Peers read pools by address at any time; memory that vanished under such a read kills
+this process (TCP) or the read, so a pool that was handed out is never unmapped."""
+
+
+def allocate_kv_pool(geometry: KvGeometry, device: torch.device) -> Tensor:
+    """The zeroed pool, ``geometry.shape`` of ``geometry.dtype``, contiguous, alive until the process ends.
+
+    Every page is touched now, so that neither the first requests nor registration pay for it. Raises ``ConfigError``
+    when there is not that much memory.
+    """
+    try:
+        pool = torch.empty(geometry.shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
+        pool.zero_()
+    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        raise ConfigError(
+            f"--kv-cache-memory: {geometry.pool_bytes} bytes cannot be had on {device}", param="--kv-cache-memory"
+        ) from error
+    _pools.append(pool)
+    return pool
+
+
+def kv_cache_blocks(config: WorkerConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    """Blocks the worker's budget pays for; raises ``ConfigError`` when that is not even one.
+
+    The budget is ``--kv-cache-memory``, else on a GPU what ``--gpu-memory-utilization`` leaves beside the weights,
+    which must be loaded by now, else 1 GiB.
+    """
+    block_bytes = 2 * config.block_size * model.num_kv_heads * model.head_dim * model.num_layers * dtype.itemsize
+    budget = config.kv_cache_memory
+    if budget is None:
+        budget = _gpu_budget(config) if _on_gpu(config) else DEFAULT_CPU_BYTES
+    if budget < block_bytes:
+        raise ConfigError(
+            f"--kv-cache-memory {budget}: one block of {config.block_size} tokens takes {block_bytes} bytes",
+            param="--kv-cache-memory",
+        )
+    return budget // block_bytes
+
+
+def _on_gpu(config: WorkerConfig) -> bool:
+    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+
+
+def _gpu_budget(config: WorkerConfig) -> int:
+    device = torch.device("cuda" if config.device == "auto" else config.device)
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free
+    return max(int(total * config.gpu_memory_utilization) - used, 0)

@@ -1,0 +1,99 @@
+"""Runs a step's plan on the model."""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from twopool.engine.step import StepPlan, StepResult
+from twopool.kernels.kv_cache import copy_blocks
+from twopool.kernels.sampling import ROW_DTYPE, SamplingBatch, sample
+from twopool.models.batch import ForwardBatch
+
+WARM_UP_ROWS = (1, 128)
+"""Rows of the prefills tried before the first request."""
+
+
+class Model(Protocol):
+    """What the runner needs of ``models.decoder.Decoder``."""
+
+    device: torch.device
+
+    def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
+        """Write the rows' K and V into ``kv_pool``; return [R, vocab_size] float32 logits."""
+        ...
+
+
+class ModelRunner:
+    """One rank's model and KV pool. ``run`` is called from one thread at a time.
+
+    ``num_valid_tokens``: tokens from there on are never drawn (the tokenizer knows fewer than the model has rows for).
+    """
+
+    def __init__(self, model: Model, kv_pool: Tensor, *, num_valid_tokens: int | None = None) -> None:
+        self._model = model
+        self._kv_pool = kv_pool
+        self._block_size = kv_pool.shape[-2]
+        self._num_valid_tokens = num_valid_tokens
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Copy blocks, compute the rows, draw the tokens."""
+        if len(plan.copies):
+            copies = self._to_device(plan.copies.astype(np.int64))
+            copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
+        logits = self._model.forward(self._batch(plan), self._kv_pool)
+        if len(plan.draw_logits) != len(logits):  # several choices draw from the same logits
+            logits = logits.index_select(0, self._to_device(plan.draw_logits))
+        return StepResult(sample(logits, plan.sampling, num_valid_tokens=self._num_valid_tokens))
+
+    def warm_up(self) -> None:
+        """Run a decode and a prefill, so that the first request is as fast as the hundredth.
+
+        Writes the pool's first blocks: call it before any of them is in use.
+        """
+        room = (self._kv_pool.shape[0] - 1) * self._block_size
+        for num_rows in WARM_UP_ROWS:
+            self.run(_warm_up_plan(min(num_rows, max(room, 1)), self._block_size))
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        query_lens, context_lens = plan.query_lens, plan.context_lens
+        ends = np.cumsum(query_lens, dtype=np.int32)
+        cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int32), ends))
+        # Row r of sequence s stands at r - ends[s] + context_lens[s].
+        positions = np.arange(len(plan.token_ids)) + np.repeat(context_lens - ends, query_lens)
+        blocks = plan.block_tables[np.repeat(np.arange(len(query_lens)), query_lens), positions // self._block_size]
+        slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        return ForwardBatch(
+            token_ids=self._to_device(plan.token_ids.astype(np.int64)),
+            positions=self._to_device(positions.astype(np.int64)),
+            slots=self._to_device(slots),
+            cu_seqlens=self._to_device(cu_seqlens),
+            context_lens=self._to_device(context_lens),
+            block_tables=self._to_device(plan.block_tables),
+            logit_rows=self._to_device(ends[plan.logit_sequences].astype(np.int64) - 1),
+            query_lens_host=query_lens,
+            context_lens_host=context_lens,
+        )
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device)
+
+
+def _warm_up_plan(num_rows: int, block_size: int) -> StepPlan:
+    rows = np.zeros(1, dtype=ROW_DTYPE)
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        rows[name] = 1.0
+    num_blocks = -(-num_rows // block_size)
+    return StepPlan(
+        token_ids=np.zeros(num_rows, dtype=np.int32),
+        query_lens=np.array([num_rows], dtype=np.int32),
+        context_lens=np.array([num_rows], dtype=np.int32),
+        block_tables=np.arange(num_blocks, dtype=np.int32)[None, :],
+        copies=np.empty((0, 2), dtype=np.int32),
+        logit_sequences=np.zeros(1, dtype=np.int32),
+        draw_logits=np.zeros(1, dtype=np.int32),
+        sampling=SamplingBatch(rows=rows),
+    )

@@ -1,0 +1,291 @@
+"""Draws the next token of every row of a batch, each row by its own parameters.
+
+A row's token is a pure function of the row's logits, parameters and ids: no neighbour, batch size or thread count
+changes it, and its noise is a pure function of (seed, choice, position). Every stage costs only the rows that ask for
+it.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from twopool.kernels.philox import gumbel_noise
+
+GREEDY_TEMPERATURE = 1e-3
+"""At or below this the most likely token is taken: what is left of the noise there is rounding."""
+
+MAX_TOP_LOGPROBS = 20
+
+ROW_DTYPE = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float64),
+        ("presence_penalty", np.float64),
+        ("frequency_penalty", np.float64),
+        ("seed", np.int64),
+        ("top_k", np.int32),  # 0: off
+        ("choice", np.int32),
+        ("position", np.int32),  # output index of the token to draw
+        ("num_top_logprobs", np.int32),
+        ("wants_logprobs", np.bool_),
+    ]
+)
+"""Parameters of one draw."""
+
+_GROUP = 256
+"""Tokens in a group of the two-level draw."""
+
+_NUM_CANDIDATES = 256
+"""Tokens looked at before a row's whole vocabulary is sorted for top-k, top-p or min-p."""
+
+Ints = npt.NDArray[np.int32]
+
+
+def _no_ints() -> Ints:
+    return np.empty(0, dtype=np.int32)
+
+
+def _no_floats() -> npt.NDArray[np.float32]:
+    return np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """R draws. What only some rows ask for comes as lists of (row, value); ids beyond the vocabulary are ignored."""
+
+    rows: npt.NDArray[np.void]
+    """[R] of ROW_DTYPE"""
+    history_rows: Ints = field(default_factory=_no_ints)
+    """[P] int32, ascending: the rows with a penalty"""
+    history_lens: Ints = field(default_factory=_no_ints)
+    """[P] int32: prompt plus output ids of each of them"""
+    history_prompt_lens: Ints = field(default_factory=_no_ints)
+    """[P] int32: how many of those are prompt"""
+    history_ids: Ints = field(default_factory=_no_ints)
+    """[sum(history_lens)] int32"""
+    bias_rows: Ints = field(default_factory=_no_ints)
+    """[B] int32"""
+    bias_ids: Ints = field(default_factory=_no_ints)
+    """[B] int32"""
+    bias_values: npt.NDArray[np.float32] = field(default_factory=_no_floats)
+    """[B] float32, added to the logits"""
+    masked_rows: Ints = field(default_factory=_no_ints)
+    """[M] int32"""
+    masked_ids: Ints = field(default_factory=_no_ints)
+    """[M] int32: tokens that must not be drawn"""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """R drawn tokens, on the host."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[R] int64; meaningless where ``bad``"""
+    bad: npt.NDArray[np.bool_]
+    """[R] bool: the row had no usable logits (NaN, +inf, or nothing finite)"""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """[R] float32 of the drawn token; rows that did not ask hold 0. None when no row asked"""
+    top_ids: npt.NDArray[np.int64] | None = None
+    """[R, N] int64, the most likely tokens, best first, ties by id; None when no row asked for any"""
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    """[R, N] float32"""
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None = None) -> Draws:
+    """Draw one token a row.
+
+    logits: [R, vocab_size] float32, last dimension contiguous; overwritten. Tokens from ``num_valid_tokens`` on, which
+    the tokenizer does not know, are never drawn nor reported.
+
+    Log-probabilities are those after penalties and bias, before the mask, the temperature and truncation.
+    """
+    rows = batch.rows
+    if logits.shape[0] != len(rows):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} draws")
+    logits = logits[:, :num_valid_tokens]
+    _apply_penalties(logits, batch)
+    _apply_bias(logits, batch)
+    asking = np.flatnonzero(rows["wants_logprobs"])
+    log_probs = torch.log_softmax(_select(logits, asking), dim=-1) if len(asking) else None
+    _apply_mask(logits, batch)
+
+    tokens = logits.argmax(dim=-1)  # NaN counts as the largest
+    best = logits.gather(1, tokens[:, None])[:, 0]
+    bad = ~torch.isfinite(best).cpu().numpy()
+    drawing = np.flatnonzero(_is_random(rows) & ~bad)
+    if len(drawing):
+        index = torch.from_numpy(drawing).to(logits.device)
+        tokens[index] = _draw(_select(logits, drawing), best[index], rows[drawing])
+    token_ids = tokens.cpu().numpy()
+    if log_probs is None:
+        return Draws(token_ids, bad)
+    return Draws(token_ids, bad, *_report(log_probs, tokens, asking, rows))
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def _is_random(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """[R] bool: rows for which anything but the most likely token may be drawn."""
+    random: npt.NDArray[np.bool_] = (
+        (rows["temperature"] > GREEDY_TEMPERATURE) & (rows["top_k"] != 1) & (rows["top_p"] > 0) & (rows["min_p"] < 1)
+    )
+    return random
+
+
+def _apply_penalties(logits: Tensor, batch: SamplingBatch) -> None:
+    """Repetition over prompt and output, frequency and presence over the output alone; each token once."""
+    if not len(batch.history_rows):
+        return
+    vocab_size = logits.shape[1]
+    lens = batch.history_lens.astype(np.int64)
+    offsets = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
+    is_output = offsets >= np.repeat(batch.history_prompt_lens, lens)
+    known = batch.history_ids < vocab_size
+    places = np.repeat(batch.history_rows.astype(np.int64), lens) * vocab_size + batch.history_ids
+    unique, inverse = np.unique(places[known], return_inverse=True)
+    counts = np.bincount(inverse, weights=is_output[known], minlength=len(unique))
+    row, token = np.divmod(unique, vocab_size)
+    params = batch.rows[row]
+
+    where = (_to(row, logits), _to(token, logits))
+    repetition = _to(params["repetition_penalty"], logits).float()
+    subtract = params["frequency_penalty"] * counts + params["presence_penalty"] * (counts > 0)
+    values = logits[where]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[where] = values - _to(subtract, logits).float()
+
+
+def _apply_bias(logits: Tensor, batch: SamplingBatch) -> None:
+    known = batch.bias_ids < logits.shape[1]
+    if known.any():
+        where = (_to(batch.bias_rows[known], logits).long(), _to(batch.bias_ids[known], logits).long())
+        logits.index_put_(where, _to(batch.bias_values[known], logits), accumulate=True)
+
+
+def _apply_mask(logits: Tensor, batch: SamplingBatch) -> None:
+    known = batch.masked_ids < logits.shape[1]
+    if known.any():
+        where = (_to(batch.masked_rows[known], logits).long(), _to(batch.masked_ids[known], logits).long())
+        logits[where] = -torch.inf
+
+
+def _draw(logits: Tensor, best: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
+    """[N] int64 tokens by temperature, top-k, top-p, min-p and noise. logits: [N, vocab_size]; best: [N] maxima."""
+    num_rows, vocab_size = logits.shape
+    temperature = _to(rows["temperature"], logits).float()
+    weights = logits.new_zeros(num_rows, -(-vocab_size // _GROUP) * _GROUP)
+    # The maximum is subtracted first: it becomes 0 exactly, and nothing overflows however small the temperature.
+    torch.exp(logits.sub(best[:, None]).div_(temperature[:, None]), out=weights[:, :vocab_size])
+
+    truncating = np.flatnonzero(
+        ((rows["top_k"] > 0) & (rows["top_k"] < vocab_size)) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
+    )
+    if len(truncating) == num_rows:
+        weights = _truncate(weights, rows)
+    elif len(truncating):
+        weights[_to(truncating, logits)] = _truncate(_select(weights, truncating), rows[truncating])
+    return _draw_by_weight(weights, rows)
+
+
+def _draw_by_weight(weights: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
+    """[N] int64 tokens with probability proportional to ``weights`` ([N, groups * 256] float32, not negative).
+
+    Gumbel-max over groups of tokens, then over the tokens of the group: the same distribution as over all tokens, with
+    noise for 256 + groups values in place of the vocabulary, and a last-bit change of a logit still changes the outcome
+    with a probability of that order only.
+    """
+    num_rows = weights.shape[0]
+    grouped = weights.view(num_rows, -1, _GROUP)
+    masses = grouped.sum(dim=-1)  # [N, groups]
+    key = (_to(rows["seed"], weights), _to(rows["position"], weights).long(), _to(rows["choice"], weights).long())
+    noise = gumbel_noise(*key, _GROUP + masses.shape[1])
+    group = (masses.double().log_() + noise[:, _GROUP:]).argmax(dim=-1)
+    inside = grouped[torch.arange(num_rows, device=weights.device), group]  # [N, 256]
+    return group * _GROUP + (inside.double().log_() + noise[:, :_GROUP]).argmax(dim=-1)
+
+
+def _truncate(weights: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
+    """``weights`` with 0 for the tokens that top-k, min-p and then top-p leave out. [N, groups * 256]; maxima are 1."""
+    total = weights.view(weights.shape[0], -1, _GROUP).sum(dim=-1, dtype=torch.float64).sum(dim=-1)
+    kept, decided = _truncate_among(weights, total, rows, min(_NUM_CANDIDATES, weights.shape[1]))
+    if not decided.all():
+        rest = np.flatnonzero(~decided)
+        index = _to(rest, weights)
+        kept[index], _ = _truncate_among(weights[index], total[index], rows[rest], weights.shape[1])
+    return kept
+
+
+def _truncate_among(
+    weights: Tensor, total: Tensor, rows: npt.NDArray[np.void], num_candidates: int
+) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+    """Truncate looking only at each row's ``num_candidates`` likeliest tokens.
+
+    total: [N] float64, the rows' sums. Also returns [N] bool: whether the row's outcome cannot depend on the others.
+    """
+    width = weights.shape[1]
+    values, tokens = _likeliest(weights, num_candidates)
+    top_k = np.where(rows["top_k"] > 0, rows["top_k"], width)
+    rank = torch.arange(num_candidates, device=weights.device)
+    # Eligible tokens are a prefix of the sorted candidates; a weight of 0 never is one.
+    eligible = (rank < _to(top_k, weights)[:, None]) & (values >= _to(rows["min_p"], weights).float()[:, None])
+    eligible &= values > 0
+    num_eligible = eligible.sum(dim=-1)
+    sums = values.double().cumsum(dim=-1)
+    limited = _to((rows["top_k"] > 0) | (rows["min_p"] > 0), weights)
+    reference = torch.where(limited, sums.gather(1, num_eligible[:, None] - 1)[:, 0], total)
+    before = sums - values.double()
+    keep = eligible & (before < (_to(rows["top_p"], weights) * reference)[:, None])
+    keep[:, 0] = True
+
+    last_kept = values.gather(1, keep.sum(dim=-1)[:, None] - 1)[:, 0]
+    decided = (last_kept > values[:, -1]) & (~limited | (num_eligible < num_candidates))
+    kept = torch.zeros_like(weights).scatter_(1, tokens, torch.where(keep, values, 0.0))
+    everything = np.full(len(rows), num_candidates == width)
+    return kept, everything | decided.cpu().numpy()
+
+
+def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row, largest first, ties by index: ([N, count], [N, count] int64)."""
+    if count == values.shape[1]:
+        ordered = values.sort(dim=-1, descending=True, stable=True)
+        return ordered.values, ordered.indices
+    tokens = values.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered = values.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
+    return ordered.values, tokens.gather(1, ordered.indices)
+
+
+def _report(
+    log_probs: Tensor, tokens: Tensor, asking: npt.NDArray[np.intp], rows: npt.NDArray[np.void]
+) -> tuple[
+    npt.NDArray[np.float32],
+    npt.NDArray[np.int64] | None,
+    npt.NDArray[np.float32] | None,
+]:
+    """Log-probabilities of the drawn and of the likeliest tokens. log_probs: [A, vocab_size] of the ``asking`` rows."""
+    chosen = np.zeros(len(rows), dtype=np.float32)
+    chosen[asking] = log_probs.gather(1, tokens[_to(asking, tokens)][:, None])[:, 0].cpu().numpy()
+    if not rows["num_top_logprobs"].any():
+        return chosen, None, None
+    # Always as many as anyone may ask for, so that how many a neighbour wants cannot matter.
+    top_values, top_tokens = _likeliest(log_probs, min(MAX_TOP_LOGPROBS, log_probs.shape[1]))
+    top_ids = np.zeros((len(rows), top_values.shape[1]), dtype=np.int64)
+    top_logprobs = np.zeros(top_ids.shape, dtype=np.float32)
+    top_ids[asking] = top_tokens.cpu().numpy()
+    top_logprobs[asking] = top_values.cpu().numpy()
+    return chosen, top_ids, top_logprobs
+
+
+def _select(values: Tensor, index: npt.NDArray[np.intp]) -> Tensor:
+    """The rows ``index`` (ascending) of ``values``; no copy when they are all."""
+    return values if len(index) == values.shape[0] else values.index_select(0, _to(index, values))
+
+
+def _to(array: npt.NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
