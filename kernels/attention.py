@@ -125,7 +125,7 @@ def paged_attention(
     num_rows, num_heads, head_dim = queries.shape
     # query head h belongs to KV head h // group_size
     grouped = queries.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = torch.empty_like(grouped)
+    output = queries.new_empty(grouped.shape)
     for group in plan.decode_groups:
         keys, values = _gather(kv_pool, layer, group.gather)  # [n, kv_heads, C, head_dim]
         # The heads that share a KV head stand as its query rows: K and V are read once for all.
