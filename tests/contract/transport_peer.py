@@ -11,6 +11,7 @@ import sys
 import msgspec
 import numpy as np
 import torch
+
 from twopool.kv_transfer.factory import create_transport
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId
