@@ -178,15 +178,14 @@ class RequestDispatcher:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         for flight in list(self._flights.values()):
-            if flight.phase is not Phase.DONE:
-                self.fail(flight, UnavailableError("the router is shutting down", retry_after_s=RETRY_AFTER_S))
+            self.fail(flight, UnavailableError("the router is shutting down", retry_after_s=RETRY_AFTER_S))
 
     def tick(self) -> None:
         """Serve every timer that is due."""
         now = self._clock()
         for flight in self._deadlines.expired(now):
-            if flight.phase is not Phase.DONE:
-                self._expire(flight)
+            error = DeadlineError(f"the request did not finish within {flight.request.timeout_s:g} s")
+            self.fail(flight, error, "deadline")
         self._deadlines.forget_finished(len(self._flights))
         for flight in self._queue:
             if flight in self._queue and flight.wait_until_s is not None and now >= flight.wait_until_s:
@@ -279,12 +278,16 @@ class RequestDispatcher:
         if flight.phase is Phase.DONE:
             return
         self._end(flight, outcome, stop_workers=True)
-        logger.warning("failed: %s", error.message, extra={"request_id": flight.request.request_id})
+        self.report(flight, error)
+
+    def report(self, flight: Flight, error: TwopoolError) -> None:
+        who = {"request_id": flight.request.request_id}
+        logger.warning("failed: %s", error.message, extra=who)
         try:
             flight.sink.on_error(error)
         except Exception:
             # The request is over either way, and the others must not suffer from its consumer.
-            logger.exception("the sink failed", extra={"request_id": flight.request.request_id})
+            logger.exception("the sink failed", extra=who)
 
     def retry(self, flight: Flight, worker: Worker, reason: str) -> None:
         worker.candidate.breaker.on_fault(flight.request.request_id, self._clock())
@@ -330,17 +333,13 @@ class RequestDispatcher:
             for worker in workers:
                 self.control.send(worker, message)
 
-    def _expire(self, flight: Flight) -> None:
-        error = DeadlineError(f"the request did not finish within {flight.request.timeout_s:g} s")
-        self.fail(flight, error, "deadline")
-
     def _waited_in_vain(self, flight: Flight) -> None:
         if flight.started:
-            seconds = self._config.resume_timeout_s
-            self.fail(flight, UnavailableError(f"no worker could go on with the request within {seconds:g} s"))
+            limit_s = self._config.resume_timeout_s
+            self.fail(flight, UnavailableError(f"no worker could go on with the request within {limit_s:g} s"))
         else:
-            seconds = self._config.max_queue_wait_s
-            self.fail(flight, OverloadedError(f"no worker had room for the request within {seconds:g} s"))
+            limit_s = self._config.max_queue_wait_s
+            self.fail(flight, OverloadedError(f"no worker had room for the request within {limit_s:g} s"))
 
     def _current(self, worker: Worker, message: Busy | AttemptFailed) -> Flight | None:
         """The request whose present attempt ``worker`` speaks of."""

@@ -29,7 +29,11 @@ class IntakeOwner(Protocol):
     def complete(self, flight: Flight) -> None:
         """Every choice has ended."""
 
-    def fail(self, flight: Flight, error: TwopoolError) -> None: ...
+    def fail(self, flight: Flight, error: TwopoolError) -> None:
+        """End a request that is not over in an error."""
+
+    def report(self, flight: Flight, error: TwopoolError) -> None:
+        """Tell the sink of a request that is over of an error."""
 
     def retry(self, flight: Flight, worker: Worker, reason: str) -> None:
         """The attempt is no good, and ``worker`` is to blame."""
@@ -89,14 +93,14 @@ class TokenIntake:
                 output_ids.extend(token_ids)
             if delta.prefill is not None or delta.handover is not None:
                 delta = self._take_reports(flight, delta)
-            if delta.finish_reason is not None:
-                ended |= self._end_choice(flight, choice)
+            is_last = delta.finish_reason is not None and self._end_choice(flight, choice)
+            ended |= is_last
             try:
                 flight.sink.on_tokens(delta)
             except Exception:
                 # One request's consumer must not keep the others in this message from their tokens.
                 logger.exception("the sink failed", extra={"request_id": delta.request_id})
-                self._owner.fail(flight, WorkerFailedError("the router failed to process the output"))
+                self._sink_failed(flight, is_last)
         return ended
 
     def check_gaps(self) -> None:
@@ -185,6 +189,13 @@ class TokenIntake:
         flight.prefill_reported |= prefill is not None
         flight.handover_reported |= handover is not None
         return delta
+
+    def _sink_failed(self, flight: Flight, is_last: bool) -> None:
+        error = WorkerFailedError("the router failed to process the output")
+        if is_last:
+            self._owner.report(flight, error)
+        else:
+            self._owner.fail(flight, error)
 
     def _end_choice(self, flight: Flight, choice: ChoiceProgress) -> bool:
         """Whether it was the last one."""

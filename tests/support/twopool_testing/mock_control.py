@@ -1,10 +1,14 @@
 """A dispatcher with an in-memory control socket, a hand-driven clock and workers that say what a test tells them."""
 
+import logging
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
+
 from twopool.protocol.codec import encode, router_to_worker_decoder
 from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import TwopoolError
@@ -40,6 +44,33 @@ VOCAB_SIZE = 1000
 def token_at(request_id: RequestId, choice: int, index: int) -> int:
     """The token every worker draws there: noise is a function of the address alone."""
     return zlib.crc32(f"{request_id}/{choice}/{index}".encode()) % VOCAB_SIZE
+
+
+class _Defects(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and self.first is None:
+            self.first = record.exc_info[1]
+
+
+@contextmanager
+def defects_surface() -> Iterator[None]:
+    """The router logs exceptions of handlers and sinks and goes on; here they are raised at the end.
+
+    Nested, the inner one takes the exceptions.
+    """
+    handler = _Defects()
+    logger = logging.getLogger("twopool.router")
+    former, logger.handlers = logger.handlers, [handler]
+    try:
+        yield
+    finally:
+        logger.handlers = former
+    if handler.first is not None:
+        raise handler.first
 
 
 class ManualClock:

@@ -1,0 +1,69 @@
+"""What a scrape shows of workers, attempts and the queue."""
+
+from typing import get_args
+
+from prometheus_client import generate_latest
+
+from twopool.protocol.messages import BlockCounts, Draining, Heartbeat, WorkerStats
+from twopool.router import worker_metrics
+from twopool.router.worker_metrics import ATTEMPT_OUTCOMES, DROP_REASONS, AttemptOutcome, DropReason
+from twopool_testing.mock_control import MockCluster
+
+STATS = WorkerStats(
+    blocks=BlockCounts(free=10, cached=20, active=3, pinned=4, fetching=5, quarantined=6),
+    num_running=2,
+    num_steps=9,
+    kv_transfer_bytes=4096,
+    kv_transfer_s=0.5,
+    preemptions=1,
+)
+
+
+def test_block_states_sum_to_the_pool() -> None:
+    cluster = MockCluster()
+    _, decode = cluster.pair()
+    decode.say(Heartbeat(epoch=decode.epoch, stats=STATS))
+    states = ("free", "cached", "active", "pinned", "fetching", "quarantined")
+    values = [cluster.metric("twopool_kv_blocks", role="decode", worker="d0", state=state) for state in states]
+    assert values == [10, 20, 3, 4, 5, 6] and sum(value or 0 for value in values) == STATS.blocks.total
+    assert cluster.metric("twopool_kv_transfer_bytes_total", role="decode", worker="d0") == 4096
+    assert cluster.metric("twopool_kv_transfer_seconds_total", role="decode", worker="d0") == 0.5
+    assert cluster.metric("twopool_worker_running", role="decode", worker="d0") == 2
+    assert cluster.metric("twopool_worker_preemptions_total", role="decode", worker="d0") == 1
+
+
+def test_every_figure_workers_send_is_exported() -> None:
+    exported = set(worker_metrics._GAUGES) | set(worker_metrics._COUNTERS) | {"blocks"}
+    assert exported == set(WorkerStats.__struct_fields__)
+    assert set(ATTEMPT_OUTCOMES) == set(get_args(AttemptOutcome)) and set(DROP_REASONS) == set(get_args(DropReason))
+
+
+def test_series_leave_with_their_worker() -> None:
+    cluster = MockCluster()
+    _, decode = cluster.pair()
+    decode.say(Heartbeat(epoch=decode.epoch, stats=STATS))
+    decode.die()
+    assert cluster.metric("twopool_kv_transfer_bytes_total", role="decode", worker="d0") is None
+    assert b'worker="d0"' not in generate_latest(cluster.metrics)
+    assert cluster.metric("twopool_workers_lost_total") == 1
+    reborn = cluster.worker("d0", "decode", epoch=2).register()
+    reborn.heartbeat()
+    assert cluster.metric("twopool_kv_transfer_bytes_total", role="decode", worker="d0") == 0
+
+
+def test_the_routers_own_figures() -> None:
+    cluster = MockCluster()
+    prefill, decode = cluster.pair()
+    assert cluster.metric("twopool_workers_ready", role="prefill") == 1
+    cluster.submit()
+    decode.busy(decode.take_generate())
+    assert (cluster.metric("twopool_queue_length"), cluster.metric("twopool_attempts_in_flight")) == (1, 0)
+    decode.heartbeat(prefill)
+    assert (cluster.metric("twopool_queue_length"), cluster.metric("twopool_attempts_in_flight")) == (0, 1)
+    decode.tokens(decode.take_generate(), 0, 16, finish="length")
+    assert cluster.metric("twopool_attempts_total", outcome="busy") == 1
+    assert cluster.metric("twopool_attempts_total", outcome="finished") == 1
+    assert cluster.metric("twopool_attempts_total", outcome="failed") == 0
+    assert cluster.metric("twopool_queue_seconds_count") == 1
+    decode.say(Draining(decode.epoch))
+    assert cluster.metric("twopool_workers_ready", role="decode") == 0

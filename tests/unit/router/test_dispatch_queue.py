@@ -1,0 +1,165 @@
+"""Requests that wait: for room, at most so long and so many; deadlines, draining, closing."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from twopool.protocol.errors import (
+    ContextLengthError,
+    DeadlineError,
+    OverloadedError,
+    TwopoolError,
+    UnavailableError,
+)
+from twopool.protocol.messages import (
+    Cancel,
+    Draining,
+    Generate,
+)
+from twopool_testing.mock_control import MockCluster, RecordingSink, defects_surface
+
+
+@pytest.fixture(autouse=True)
+def _no_defects() -> Iterator[None]:
+    with defects_surface():
+        yield
+
+
+@pytest.fixture
+def cluster() -> MockCluster:
+    return MockCluster(max_queue=2, max_queue_wait_s=5, resume_timeout_s=8)
+
+
+def test_busy_goes_back_to_its_place_and_is_tried_again(cluster: MockCluster) -> None:
+    prefill, decode = cluster.pair()
+    first, second = cluster.submit()[0], cluster.submit()[0]
+    grants = decode.take_of(Generate)
+    for granted in grants:
+        decode.busy(granted)
+    assert not decode.take()
+    cluster.advance(0.03)
+    assert [g.request_id for g in decode.take_of(Generate)] == [first]
+    decode.heartbeat(prefill)
+    assert [(g.request_id, g.attempt) for g in decode.take_of(Generate)] == [(second, 1)]
+
+
+def test_busy_of_the_prefill_worker_moves_to_another(cluster: MockCluster) -> None:
+    p0, decode = cluster.pair()
+    p1 = cluster.worker("p1", "prefill").register()
+    decode.heartbeat(p0, p1)
+    decode.take()
+    cluster.submit()
+    granted = decode.take_generate()
+    by_id = {p.worker_id: p for p in (p0, p1)}
+    assert granted.prefill is not None
+    full = by_id.pop(granted.prefill.worker_id)
+    decode.busy(granted, full=full)
+    [other] = by_id.values()
+    assert decode.take_generate().prefill == other.ref
+
+
+def test_whatever_ends_makes_room(cluster: MockCluster) -> None:
+    _, decode = cluster.pair()
+    cluster.submit()
+    running = decode.take_generate()
+    waiting, _ = cluster.submit()
+    decode.busy(decode.take_generate())
+    assert not decode.take()
+    decode.tokens(running, 0, 16, finish="length")
+    assert decode.take_generate().request_id == waiting
+
+
+def test_the_queue_is_bounded_and_patience_too(cluster: MockCluster) -> None:
+    _, decode = cluster.pair()
+    sinks = [cluster.submit()[1] for _ in range(2)]
+    for granted in decode.take_of(Generate):
+        decode.busy(granted)
+    with pytest.raises(OverloadedError) as raised:
+        cluster.submit()
+    assert raised.value.http_status == 429
+    for _ in range(60):
+        cluster.advance(0.1)
+        for granted in decode.take_of(Generate):
+            decode.busy(granted)
+    assert [type(sink.error) for sink in sinks] == [OverloadedError] * 2
+    cluster.assert_idle()
+    cluster.submit()
+
+
+@pytest.mark.parametrize("state", ["queued", "granted", "streaming"])
+def test_every_state_has_the_deadline(cluster: MockCluster, state: str) -> None:
+    prefill, decode = cluster.pair()
+    request_id, sink = cluster.submit(timeout_s=3)
+    granted = decode.take_generate()
+    if state == "queued":
+        decode.busy(granted)
+        cluster.clock.now_s += 3.1
+    elif state == "streaming":
+        decode.tokens(granted, 0, 1)
+    cluster.advance(3.1)
+    assert isinstance(sink.error, DeadlineError)
+    cancelled = [] if state == "queued" else [Cancel(request_id=request_id, attempt=granted.attempt)]
+    assert decode.take_of(Cancel) == cancelled
+    assert prefill.take() == (cancelled if state == "granted" else [])
+    cluster.assert_idle()
+
+
+def test_prompts_nobody_can_hold_are_refused_at_once(cluster: MockCluster) -> None:
+    cluster.pair(num_blocks=4, max_model_len=200)
+    with pytest.raises(ContextLengthError, match="200"):
+        cluster.submit(num_prompt=200)
+    with pytest.raises(ContextLengthError, match="64"):
+        cluster.submit(num_prompt=64)
+    cluster.submit(num_prompt=63)
+    assert cluster.dispatcher.max_model_len == 200
+
+
+async def test_drain_refuses_new_requests_and_waits_for_the_old() -> None:
+    cluster = MockCluster()
+    _, decode = cluster.pair()
+    dispatcher = cluster.dispatcher
+    assert await dispatcher.drained(0.01)
+    _, sink = cluster.submit()
+    granted = decode.take_generate()
+    dispatcher.drain()
+    assert not dispatcher.is_ready()
+    with pytest.raises(UnavailableError):
+        cluster.submit()
+    assert not await dispatcher.drained(0.01)
+    decode.tokens(granted, 0, 16, finish="length")
+    assert await dispatcher.drained(0.01)
+    assert sink.finish_reasons == {0: "length"}
+
+
+async def test_the_dispatcher_ticks_by_itself_and_closes() -> None:
+    cluster = MockCluster()
+    _, decode = cluster.pair()
+    cluster.dispatcher.start()
+    ended = asyncio.Event()
+
+    class Waiting(RecordingSink):
+        def on_error(self, error: TwopoolError) -> None:
+            super().on_error(error)
+            ended.set()
+
+    late = Waiting(1)
+    cluster.dispatcher.submit(cluster.request(timeout_s=3), late)
+    _, open_end = cluster.submit()
+    cluster.clock.now_s += 4
+    async with asyncio.timeout(5):
+        await ended.wait()
+    assert isinstance(late.error, DeadlineError) and not open_end.errors
+    await cluster.dispatcher.close()
+    await cluster.dispatcher.close()
+    assert isinstance(open_end.error, UnavailableError)
+    assert len(decode.take_of(Cancel)) == 2
+    cluster.assert_idle()
+
+
+def test_a_draining_pool_serves_nothing_new(cluster: MockCluster) -> None:
+    _, decode = cluster.pair()
+    decode.say(Draining(decode.epoch))
+    assert not cluster.dispatcher.is_ready()
+    with pytest.raises(UnavailableError):
+        cluster.submit()
