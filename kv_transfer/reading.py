@@ -29,8 +29,9 @@ LostCallback = Callable[[RemoteKey, TransferError], None]
 MAX_OPEN_POSTS = 4
 """Posts under way for one rank of a peer: enough to keep a link busy; the rest can still be cancelled."""
 
-IDLE_WAIT_S = 0.05
-READERS_WAIT_S = 0.001
+IDLE_WAIT_S = 0.1
+MIN_READERS_WAIT_S = 0.001
+MAX_READERS_WAIT_S = 0.004
 MIN_POLL_WAIT_S = 50e-6
 MAX_POLL_WAIT_S = 500e-6
 BUSY_CALL_S = 20e-6
@@ -51,7 +52,7 @@ class ReadingThread:
         self._remotes: dict[RemoteKey, Remote] = {}
         self._local_lists: dict[LocalList, PreparedList] = {}
         self._poll_wait_s = 0.0
-        self._pump_again = False
+        self._readers_wait_s = 0.0
         self._broken: TransferError | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent.name}", daemon=True)
         self._thread.start()
@@ -80,6 +81,7 @@ class ReadingThread:
     def expect_readers(self, expected: bool) -> None:
         def command() -> None:
             self._expects_readers = expected
+            self._readers_wait_s = 0.0
 
         self._commands.put(command)
 
@@ -145,7 +147,7 @@ class ReadingThread:
         if any(remote.open_posts for remote in self._remotes.values()):
             return self._poll_wait_s
         if self._expects_readers:
-            return 0.0 if self._pump_again else READERS_WAIT_S
+            return self._readers_wait_s
         return IDLE_WAIT_S
 
     def _step(self) -> None:
@@ -158,10 +160,11 @@ class ReadingThread:
                     self._post(remote, batch)
                     moved = True
             moved = self._poll(remote) or moved
-        self._poll_wait_s = 0.0 if moved else min(max(2 * self._poll_wait_s, MIN_POLL_WAIT_S), MAX_POLL_WAIT_S)
+        self._poll_wait_s = 0.0 if moved else _longer(self._poll_wait_s, MIN_POLL_WAIT_S, MAX_POLL_WAIT_S)
         started = time.perf_counter()
         self._agent.pump()
-        self._pump_again = time.perf_counter() - started > BUSY_CALL_S
+        moved = time.perf_counter() - started > BUSY_CALL_S
+        self._readers_wait_s = 0.0 if moved else _longer(self._readers_wait_s, MIN_READERS_WAIT_S, MAX_READERS_WAIT_S)
 
     def _post(self, remote: Remote, batch: Batch) -> None:
         now = time.perf_counter()
@@ -312,3 +315,7 @@ class ReadingThread:
 
 def _key(peer: PeerIdentity, rank: int) -> RemoteKey:
     return (peer.worker_id, peer.epoch, rank)
+
+
+def _longer(wait_s: float, least_s: float, most_s: float) -> float:
+    return min(max(2 * wait_s, least_s), most_s)
