@@ -9,18 +9,12 @@ from typing import cast
 
 import torch
 
-from twopool.engine.kv_cache import allocate_kv_pool, kv_cache_blocks
+from twopool.engine.kv_cache import TORCH_DTYPES, allocate_kv_pool, kv_cache_blocks
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.models.decoder import Decoder
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, ModelError
 from twopool.protocol.geometry import KvDtype, KvGeometry
-
-_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -47,10 +41,10 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     device = _device(config.device)
     dtype = _dtype(config.dtype, folder)
-    decoder = Decoder.load(folder, dtype=_DTYPES[dtype], device=device)
+    decoder = Decoder.load(folder, dtype=TORCH_DTYPES[dtype], device=device)
     _check_length(config, decoder.config.max_model_len)
     geometry = KvGeometry(
-        num_blocks=kv_cache_blocks(config, decoder.config, _DTYPES[dtype]) + NUM_RESERVED_BLOCKS,
+        num_blocks=kv_cache_blocks(config, decoder.config, TORCH_DTYPES[dtype]) + NUM_RESERVED_BLOCKS,
         block_size=config.block_size,
         num_layers=decoder.config.num_layers,
         num_kv_heads=decoder.config.num_kv_heads,
@@ -83,8 +77,8 @@ def _dtype(name: str, folder: Path) -> KvDtype:
         except (OSError, ValueError) as error:
             raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
         name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    if name not in _DTYPES:
-        raise ModelError(f"dtype {name} of {folder / 'config.json'} is not one of {', '.join(_DTYPES)}")
+    if name not in TORCH_DTYPES:
+        raise ModelError(f"dtype {name} of {folder / 'config.json'} is not one of {', '.join(TORCH_DTYPES)}")
     return cast(KvDtype, name)
 
 
