@@ -36,7 +36,7 @@ from twopool.router.worker_metrics import AttemptOutcome, DispatchFigures, expor
 
 logger = logging.getLogger(__name__)
 
-_FAULTS_OF_REQUESTS = ("invalid_request", "context_length", "bad_logits", "timeout")
+_FAULTS_OF_REQUESTS = ("invalid_request", "context_length", "bad_logits")
 
 
 @dataclass(frozen=True)
@@ -259,11 +259,11 @@ class RequestDispatcher:
     def on_worker_lost(self, worker: Worker, reason: str) -> None:
         for request_id in list(worker.requests):
             flight = self._flights.get(request_id)
-            if flight is None:
+            if flight is None or worker not in (flight.decode, flight.prefill):
                 continue
             if worker is flight.prefill and flight.taken_over:
                 flight.prefill = None
-            elif worker is flight.decode or worker is flight.prefill:
+            else:
                 self._attempt_over(flight, "worker_lost", f"{worker.role} worker {worker.worker_id}: {reason}")
         self._availability.workers_changed()
         self._pump()
@@ -344,9 +344,9 @@ class RequestDispatcher:
     def _current(self, worker: Worker, message: Busy | AttemptFailed) -> Flight | None:
         """The request whose present attempt ``worker`` speaks of."""
         flight = self._flights.get(message.request_id)
-        if flight is None or flight.attempt != message.attempt:
+        if flight is None or flight.attempt != message.attempt or worker not in (flight.decode, flight.prefill):
             return None
-        return flight if worker is flight.decode or worker is flight.prefill else None
+        return flight
 
     # --- granting ---
 
@@ -361,8 +361,7 @@ class RequestDispatcher:
         """Grant attempts, oldest request first, as long as workers have room. Re-entrant calls are no-ops."""
         if self._pumping:
             return
-        self._pumping = True
-        parked = []
+        self._pumping, parked = True, list[Flight]()
         try:
             while (flight := self._queue.first()) is not None:
                 now = self._clock()
@@ -392,9 +391,9 @@ class RequestDispatcher:
         if flight.attempt is None:
             self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
         flight.begin_attempt(pairing, decode, prefill)
-        pairing.decode.breaker.on_grant(now_s)
-        if pairing.prefill is not None:
-            pairing.prefill.breaker.on_grant(now_s)
+        for candidate in (pairing.decode, pairing.prefill):
+            if candidate is not None:
+                candidate.breaker.on_grant(now_s)
         try:
             self.control.send(decode, flight.generate(now_s))
         except ProtocolError as error:

@@ -127,7 +127,7 @@ class DispatchHistograms:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._queue = Histogram(
-            "twopool_queue_seconds",
+            "twopool_grant_wait_seconds",
             "Seconds from a request's arrival to its first grant",
             buckets=_TIME_BUCKETS,
             registry=registry,

@@ -266,3 +266,19 @@ def test_loads_are_equal_again_after_losses(cluster: MockCluster) -> None:
     for _ in range(6):
         cluster.submit()
     assert len(other.take_of(Generate)) == len(reborn.take_of(Generate)) == 3
+
+
+def test_a_prompt_that_is_prefilled_no_longer_counts_as_prefill_work(cluster: MockCluster) -> None:
+    p0, decode = cluster.pair()
+    p1 = cluster.worker("p1", "prefill").register()
+    decode.heartbeat(p0, p1)
+    decode.take()
+    cluster.submit(num_prompt=100)
+    long = decode.take_generate()
+    [first] = [p for p in (p0, p1) if p.ref == long.prefill]
+    cluster.submit(num_prompt=20)
+    assert decode.take_generate().prefill != long.prefill
+    first.tokens(long, 0, 1)
+    for _ in range(2):
+        cluster.submit(num_prompt=5)
+        assert decode.take_generate().prefill == long.prefill

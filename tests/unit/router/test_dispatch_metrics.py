@@ -64,6 +64,6 @@ def test_the_routers_own_figures() -> None:
     assert cluster.metric("twopool_attempts_total", outcome="busy") == 1
     assert cluster.metric("twopool_attempts_total", outcome="finished") == 1
     assert cluster.metric("twopool_attempts_total", outcome="failed") == 0
-    assert cluster.metric("twopool_queue_seconds_count") == 1
+    assert cluster.metric("twopool_grant_wait_seconds_count") == 1
     decode.say(Draining(decode.epoch))
     assert cluster.metric("twopool_workers_ready", role="decode") == 0

@@ -1,6 +1,8 @@
 """Requests that wait: for room, at most so long and so many; deadlines, draining, closing."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +59,38 @@ def test_busy_of_the_prefill_worker_moves_to_another(cluster: MockCluster) -> No
     decode.busy(granted, full=full)
     [other] = by_id.values()
     assert decode.take_generate().prefill == other.ref
+
+
+def test_a_new_failure_is_a_new_wait(cluster: MockCluster) -> None:
+    """An attempt may run longer than a request may wait; when it fails, the wait begins anew."""
+    _, decode = cluster.pair()
+    _, sink = cluster.submit()
+    running = decode.take_generate()
+    cluster.advance(6)
+    decode.failed(running)
+    decode.busy(decode.take_generate())
+    cluster.advance(0.001)
+    assert not sink.errors
+    for _ in range(55):
+        cluster.advance(0.1)
+        for granted in decode.take_of(Generate):
+            decode.busy(granted)
+    assert isinstance(sink.error, OverloadedError)
+
+
+def test_finished_requests_are_forgotten_before_their_deadline(cluster: MockCluster) -> None:
+    cluster.pair()
+    request = cluster.request()
+    sink = RecordingSink(1)
+    cluster.dispatcher.submit(request, sink)
+    cluster.dispatcher.cancel(request.request_id)
+    for _ in range(1100):
+        cluster.dispatcher.cancel(cluster.submit()[0])
+    cluster.advance(0.1)
+    alive = weakref.ref(sink)
+    del sink
+    gc.collect()
+    assert alive() is None
 
 
 def test_whatever_ends_makes_room(cluster: MockCluster) -> None:
