@@ -14,11 +14,13 @@ from twopool.router.stop_strings import StopMatch, StopMatcher
 class TextOptions:
     """How a choice's ids become text; the same for all choices of a request.
 
-    The text of the first ``min_tokens`` tokens is not searched for stop strings.
+    The text of the first ``min_tokens`` tokens is not searched for stop strings. ``stop_token_ids`` are the client's
+    own (not the model's EOS): ending at one is worth telling.
     """
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
@@ -159,4 +161,5 @@ class ChoiceStream:
             self._ready.append(held)
         self._settle_entries()
         self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_token_id
+        if delta.stop_token_id in self._options.stop_token_ids:
+            self.stop_reason = delta.stop_token_id

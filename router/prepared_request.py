@@ -164,6 +164,7 @@ def _text_options(body: GenerationBody, sampling: SamplingParams) -> TextOptions
     return TextOptions(
         stops=stop_strings(body),
         include_stop=bool(body.include_stop_str_in_output),
+        stop_token_ids=sampling.stop_token_ids,
         skip_special_tokens=True if body.skip_special_tokens is None else body.skip_special_tokens,
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs is not None,

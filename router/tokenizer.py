@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from twopool.protocol.errors import ModelError
 from twopool.protocol.token_hash import TokenIds
@@ -49,7 +48,11 @@ def special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
 
 
 def load_tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> TextTokenizer:
-    """Read ``tokenizer.json``, then apply what ``tokenizer_config.json`` says; raises ``ModelError``."""
+    """Read ``tokenizer.json`` and the special tokens of ``tokenizer_config.json``; raises ``ModelError``.
+
+    Whether a BOS or EOS is added is the post-processor's say alone: as in transformers, ``add_bos_token`` does not count
+    beside a ``tokenizer.json``.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json")
@@ -59,7 +62,6 @@ def load_tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> TextTokeni
         raise ModelError(f"{path} cannot be read: {error}") from error
     named = special_tokens(tokenizer_config)
     _add_missing_special_tokens(tokenizer, named)
-    _apply_bos_eos_flags(tokenizer, tokenizer_config, named)
     bos = named.get("bos_token")
     return TextTokenizer(tokenizer, bos_id=None if bos is None else tokenizer.token_to_id(bos))
 
@@ -77,14 +79,3 @@ def _add_missing_special_tokens(tokenizer: Tokenizer, named: dict[str, str]) -> 
     if missing:
         tokenizer.add_special_tokens(missing)
 
-
-def _apply_bos_eos_flags(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """``add_bos_token``/``add_eos_token``, where given, replace the post-processor of ``tokenizer.json``."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    before, after = ([f"{bos}:0"] if bos else []), ([f"{eos}:0"] if eos else [])
-    single = [*before, "$A:0", *after]
-    ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(filter(None, (bos, eos)))]
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)

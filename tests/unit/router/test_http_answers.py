@@ -1,0 +1,296 @@
+"""Whole and streamed answers over the real server: shapes, indices, texts, counts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from twopool.router.interface import RoutedRequest
+from twopool.router.model_info import ModelInfo
+from twopool_testing.fake_dispatcher import FakeDispatcher
+from twopool_testing.http_server import RunningServer, running_server, sse_events
+
+TEXT = "Hello 🙂 world, 日本語 DEF"
+END = 2
+
+
+def ids_of(model: ModelInfo, text: str) -> list[int]:
+    return model.tokenizer.encode(text, add_special_tokens=False).tolist()
+
+
+@pytest.fixture
+async def server(tiny_model: ModelInfo) -> AsyncIterator[RunningServer]:
+    """Answers every choice with ``TEXT`` and the end token; choice *i* begins *i* tokens later."""
+
+    def script(request: RoutedRequest, choice: int) -> list[int]:
+        return [*ids_of(tiny_model, TEXT)[choice:], END]
+
+    async with running_server(tiny_model, FakeDispatcher(script)) as running:
+        yield running
+
+
+def joined(events: list[Any], index: int = 0) -> str:
+    """The text a client would show for one choice."""
+    text = ""
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            if choice["index"] == index:
+                text += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+    return text
+
+
+def finish_reasons(events: list[Any], index: int = 0) -> list[str]:
+    choices = [choice for event in events[:-1] for choice in event["choices"] if choice["index"] == index]
+    return [choice["finish_reason"] for choice in choices if choice["finish_reason"] is not None]
+
+
+async def test_a_chat_answer(server: RunningServer, tiny_model: ModelInfo) -> None:
+    server.dispatcher.cached_tokens = 16
+    answer = (await server.chat()).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    prompt_tokens = len(server.dispatcher.requests[0].routed.prompt_ids)
+    completion_tokens = len(ids_of(tiny_model, TEXT)) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
+async def test_a_chat_stream(server: RunningServer, path: str) -> None:
+    response = await server.post(path, {"messages": [{"role": "user", "content": "hi"}], "stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = sse_events(response.text)
+    assert events[-1] == "[DONE]"
+    first, *middle, last = events[:-1]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert first["object"] == "chat.completion.chunk"
+    assert last["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    assert joined(events) == TEXT
+    assert all(event["choices"][0]["delta"]["content"] for event in middle)
+    assert {event["id"] for event in events[:-1]} == {first["id"]}
+    assert all("usage" not in event for event in events[:-1])
+
+
+async def test_a_completion_and_its_stream(server: RunningServer) -> None:
+    whole = (await server.complete(max_tokens=100)).json()
+    assert whole["object"] == "text_completion"
+    assert whole["choices"] == [
+        {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    events = sse_events((await server.complete(max_tokens=100, stream=True)).text)
+    assert joined(events) == TEXT
+    assert finish_reasons(events) == ["stop"]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+async def test_every_cut_gives_the_same_text_in_both_modes(server: RunningServer, max_tokens: int) -> None:
+    """API-06, X-pd-first-token-nonstream: also inside a character."""
+    whole = (await server.chat(max_tokens=max_tokens)).json()
+    events = sse_events((await server.chat(max_tokens=max_tokens, stream=True)).text)
+    assert joined(events) == whole["choices"][0]["message"]["content"]
+    assert finish_reasons(events) == [whole["choices"][0]["finish_reason"]] == ["length"]
+    assert whole["usage"]["completion_tokens"] == max_tokens
+
+
+@pytest.mark.parametrize("include", [True, False, None])
+async def test_usage_in_streams(server: RunningServer, include: bool | None) -> None:
+    """API-07, M-usage-chunk."""
+    options = None if include is None else {"include_usage": include}
+    events = sse_events((await server.chat(stream=True, stream_options=options)).text)
+    whole = (await server.chat()).json()
+    if include:
+        assert events[-2]["choices"] == []
+        assert events[-2]["usage"] == whole["usage"]
+        assert all(event["usage"] is None for event in events[:-2])
+    else:
+        assert all("usage" not in event for event in events[:-1])
+
+
+async def test_continuous_usage(server: RunningServer) -> None:
+    """M-chunked-usage."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = sse_events((await server.chat(stream=True, stream_options=options, max_tokens=3)).text)[:-1]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_several_choices_stream(server: RunningServer, tiny_model: ModelInfo, chat: bool) -> None:
+    """API-17, X-pd-n2-hang."""
+    send = server.chat if chat else server.complete
+    events = sse_events((await send(n=3, stream=True, max_tokens=100)).text)
+    assert events.count("[DONE]") == 1
+    ids = ids_of(tiny_model, TEXT)
+    seen_finish: set[int] = set()
+    roles = []
+    for event in events[:-1]:
+        [choice] = event["choices"]
+        assert choice["index"] not in seen_finish
+        if choice["finish_reason"] is not None:
+            seen_finish.add(choice["index"])
+        if choice.get("delta", {}).get("role"):
+            roles.append(choice["index"])
+    assert seen_finish == {0, 1, 2}
+    assert sorted(roles) == ([0, 1, 2] if chat else [])
+    for index in range(3):
+        assert joined(events, index) == tiny_model.tokenizer.table.decode(ids[index:], skip_special_tokens=True)
+
+
+async def test_several_prompts_and_choices(server: RunningServer, tiny_model: ModelInfo) -> None:
+    """X-prompt-forms: index = prompt * n + sample, prompt tokens count once a prompt."""
+    a, b, c, x, y = (ids_of(tiny_model, letter)[0] for letter in "abcxy")
+    server.dispatcher.script = lambda request, choice: [int(request.prompt_ids[-1]), (x, y)[choice], END]
+    body = {"prompt": [[a, b], [c]], "n": 2, "echo": True}
+    whole = (await server.complete(**body)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert texts == ["abbx", "abby", "ccx", "ccy"]
+    assert whole["usage"]["prompt_tokens"] == 3
+    assert whole["usage"]["completion_tokens"] == 12
+    events = sse_events((await server.complete(**body, stream=True)).text)
+    assert [joined(events, index) for index in range(4)] == texts
+    assert events.count("[DONE]") == 1
+
+
+async def test_echo(server: RunningServer) -> None:
+    """X-echo-max-tokens-0, X-prompt-forms."""
+    whole = (await server.complete("Your answer: Yes", echo=True, max_tokens=0)).json()
+    assert whole["choices"][0]["text"] == "Your answer: Yes"
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 0
+    assert server.dispatcher.requests == []
+    events = sse_events((await server.complete("Your answer: Yes", echo=True, max_tokens=0, stream=True)).text)
+    assert (joined(events), finish_reasons(events)) == ("Your answer: Yes", ["length"])
+    assert (await server.complete("hi", max_tokens=0)).json()["choices"][0]["text"] == ""
+    both = (await server.complete("Say: ", echo=True, max_tokens=100)).json()
+    assert both["choices"][0]["text"] == "Say: " + TEXT
+    prompt = server.dispatcher.requests[-1].routed.prompt_ids.tolist()
+    assert (await server.complete(prompt, echo=True, max_tokens=100)).json()["choices"][0]["text"] == "Say: " + TEXT
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_inside_a_token(server: RunningServer, tiny_model: ModelInfo, stream: bool) -> None:
+    """API-02."""
+    table, ids = tiny_model.tokenizer.table, ids_of(tiny_model, TEXT)
+    stop = "orl"
+    length = next(i for i in range(len(ids)) if stop in table.decode(ids[:i], skip_special_tokens=True))
+    response = await server.chat(stop=[stop, "never"], stream=stream)
+    if stream:
+        events = sse_events(response.text)
+        text, reasons = joined(events), finish_reasons(events)
+    else:
+        [choice] = response.json()["choices"]
+        text, reasons = choice["message"]["content"], [choice["finish_reason"]]
+        assert choice["stop_reason"] == stop
+        assert response.json()["usage"]["completion_tokens"] == length
+    assert text == TEXT[: TEXT.index(stop)]
+    assert reasons == ["stop"]
+    request = server.dispatcher.requests[0].routed
+    assert server.dispatcher.finished_choices == [(request.request_id, 0)]
+
+
+async def test_stop_token_and_end_token_options(server: RunningServer, tiny_model: ModelInfo) -> None:
+    ids = ids_of(tiny_model, TEXT)
+    answer = (await server.chat(stop_token_ids=[ids[1]])).json()
+    assert answer["choices"][0]["stop_reason"] == ids[1]
+    assert answer["choices"][0]["message"]["content"] == "Hello"
+    answer = (await server.chat(ignore_eos=True, max_tokens=len(ids) + 2)).json()
+    assert answer["usage"]["completion_tokens"] == len(ids) + 2
+    assert answer["choices"][0]["message"]["content"] == TEXT + "Hello"
+    answer = (await server.chat(ignore_eos=True, max_tokens=len(ids) + 1, skip_special_tokens=False)).json()
+    assert answer["choices"][0]["message"]["content"] == TEXT + "<|im_end|>"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("top", [None, 0, 1, 3])
+async def test_chat_logprobs(server: RunningServer, stream: bool, top: int | None) -> None:
+    """API-12, X-logprobs-chat-shape, X-pd-first-logprob."""
+    response = await server.chat(logprobs=True, top_logprobs=top, stream=stream, max_tokens=6)
+    if stream:
+        events = sse_events(response.text)[:-1]
+        choices = [event["choices"][0] for event in events]
+        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        text = joined([*events, "[DONE]"])
+    else:
+        [choice] = response.json()["choices"]
+        entries, text = choice["logprobs"]["content"], choice["message"]["content"]
+    assert len(entries) == 6
+    assert bytes([byte for entry in entries for byte in entry["bytes"]]).decode() == text
+    for entry in entries:
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert len(entry["top_logprobs"]) == (top or 0)
+        assert entry["logprob"] <= 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 5])
+async def test_completion_logprobs(server: RunningServer, stream: bool, count: int) -> None:
+    """API-11."""
+    response = await server.complete(logprobs=count, stream=stream, max_tokens=100)
+    parts = (
+        [event["choices"][0] for event in sse_events(response.text)[:-1]] if stream else response.json()["choices"]
+    )
+    merged: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for part in parts:
+        for name, values in (part["logprobs"] or {}).items():
+            merged[name] += values
+    lengths = {len(values) for values in merged.values()}
+    assert len(lengths) == 1
+    assert merged["text_offset"] == sorted(merged["text_offset"])
+    assert merged["text_offset"][:2] == [0, 5]
+    for token, tops in zip(merged["tokens"], merged["top_logprobs"], strict=True):
+        assert token in tops
+        assert len(tops) == max(count, 1)
+
+
+async def test_padding_ids_are_empty_text_and_no_alternatives(server: RunningServer, tiny_model: ModelInfo) -> None:
+    """NUM-05."""
+    padding = tiny_model.vocab_size - 1
+    letter = ids_of(tiny_model, "a")[0]
+    server.dispatcher.script = lambda request, choice: [padding, letter, END]
+    [choice] = (await server.chat(logprobs=True, top_logprobs=2)).json()["choices"]
+    assert choice["message"]["content"] == "a"
+    assert choice["logprobs"]["content"][0]["bytes"] == []
+    assert all(top["token"] for entry in choice["logprobs"]["content"] for top in entry["top_logprobs"])
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
+async def test_logprobs_that_json_cannot_say(server: RunningServer, logprob: float) -> None:
+    server.dispatcher.logprob = logprob
+    [choice] = (await server.chat(logprobs=True, max_tokens=1)).json()["choices"]
+    assert choice["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+async def test_steps_that_pile_up_merge_into_one_event(tiny_model: ModelInfo) -> None:
+    a, b, c, d = (ids_of(tiny_model, letter)[0] for letter in "abcd")
+    async with running_server(tiny_model, FakeDispatcher()) as server:
+        request = server.client.build_request("POST", "/v1/completions", json={"prompt": "hi", "stream": True})
+        answering = asyncio.create_task(server.client.send(request, stream=True))
+        fake = await server.dispatcher.request()
+        fake.send(0, [a])
+        response = await answering
+        lines = response.aiter_lines()
+        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "a"
+        for token_id in (b, c, d):
+            fake.send(0, [token_id])
+        assert await anext(lines) == ""
+        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "bcd"
+        fake.send(0, [], "length")
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
