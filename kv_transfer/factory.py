@@ -27,9 +27,9 @@ def create_transport(
     """The transport ``name`` ("nixl" or "local") for one rank's pool. Blocks for seconds: call it before serving.
 
     ``pool`` is the whole pool, contiguous, ``geometry.pool_bytes`` long, any dtype and shape, on the device
-    ``geometry`` names; its last ``NUM_RESERVED_BLOCKS`` blocks become the transport's. Its memory should have been
-    written once before: pages that were never touched make the first READs 30 times slower. It stays registered,
-    and alive, as long as the process.
+    ``geometry`` names; its last ``NUM_RESERVED_BLOCKS`` blocks become the transport's. On the host make it with
+    ``memory.allocate_host_pool``: huge pages, all touched, are read up to twice as fast. It stays registered, and alive,
+    as long as the process.
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
     and ``ucx_tls`` are for "nixl"; ``fabric`` holds the pools that "local" transports of this process read from.

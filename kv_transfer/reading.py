@@ -269,10 +269,12 @@ class ReadingThread:
 
     def _open_rank(self, peer: PeerIdentity, rank: int) -> None:
         key = _key(peer, rank)
+        pool = peer.ranks[rank]
         remote = self._remotes.get(key)
         if remote is None:
-            pool = peer.ranks[rank]
             remote = self._remotes[key] = Remote(key, pool, self._agent.add_peer(pool, peer.epoch))
+        elif remote.pool != pool:
+            raise TransferError(f"rank {rank} of {peer.worker_id} describes its pool otherwise than before")
         elif remote.lost is not None:
             raise TransferError(f"READs from the lost rank {rank} of {peer.worker_id} are not over yet")
         remote.num_links += 1
