@@ -288,4 +288,5 @@ def _select(values: Tensor, index: npt.NDArray[np.intp]) -> Tensor:
 
 
 def _to(array: npt.NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+    # A field of a structured array has odd strides, even where numpy calls it contiguous.
+    return torch.from_numpy(array.copy()).to(like.device)

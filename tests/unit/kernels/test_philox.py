@@ -1,0 +1,54 @@
+import math
+
+import pytest
+import torch
+
+from twopool.kernels.philox import gumbel_noise, philox4x32
+
+# kat_vectors of the Random123 reference implementation, philox4x32 with 10 rounds.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
+    k0, k1 = (torch.tensor([word]) for word in key)
+    assert tuple(int(word) for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == expected
+
+
+def noise(seed: int = 0, position: int = 0, choice: int = 0, num_values: int = 64) -> torch.Tensor:
+    return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), torch.tensor([choice]), num_values)[0]
+
+
+def test_every_part_of_the_key_matters_and_nothing_else() -> None:
+    base = noise()
+    assert torch.equal(base, noise())
+    assert torch.equal(base[:13], noise(num_values=13))
+    for other in (noise(seed=1), noise(seed=2**32), noise(seed=-(2**63)), noise(position=1), noise(choice=1)):
+        assert not torch.equal(base, other)
+    assert not torch.equal(noise(position=1), noise(choice=1))
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    seeds, positions, choices = torch.tensor([5, -3, 2**62]), torch.tensor([0, 7, 100_000]), torch.tensor([0, 127, 3])
+    together = gumbel_noise(seeds, positions, choices, 50)
+    for row in range(3):
+        alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], choices[row : row + 1], 50)
+        assert torch.equal(together[row], alone[0])
+
+
+def test_noise_is_standard_gumbel() -> None:
+    values = gumbel_noise(
+        torch.arange(200), torch.zeros(200, dtype=torch.int64), torch.zeros(200, dtype=torch.int64), 1000
+    )
+    assert bool(torch.isfinite(values).all())
+    assert math.isclose(values.mean(), 0.57722, abs_tol=0.01)
+    assert math.isclose(values.var(), math.pi**2 / 6, abs_tol=0.03)
