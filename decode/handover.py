@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -133,6 +133,7 @@ class Handover:
         self._accepted: asyncio.Future[None] = loop.create_future()
         self._first_tokens: asyncio.Future[tuple[TokenDelta, ...]] = loop.create_future()
         self._confirmed: asyncio.Future[bool] = loop.create_future()
+        self._failure: asyncio.Future[Exception] = loop.create_future()
         self._parts: list[_Part] = []
         self._reads: list[asyncio.Task[FetchReport]] = []
         self._num_covered = len(self._held) * pool.block_size
@@ -155,11 +156,8 @@ class Handover:
                 _settle(self._confirmed, message.valid)
 
     def fail(self, error: Exception) -> None:
-        """End the handover: whatever it waits for raises ``error``."""
-        for future in (self._accepted, self._first_tokens, self._confirmed):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # whichever is not awaited any more has been looked at
+        """End the handover: whatever it waits for, ``run`` raises ``error``. The first one counts."""
+        _settle(self._failure, error)
 
     def _on_kv_ready(self, ticket: Ticket) -> None:
         try:
@@ -232,12 +230,12 @@ class Handover:
         try:
             self._ask()
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                await self._accepted
+                await self._unless_failed(self._accepted)
             await self._hold.reached("prefilling")
-            deltas = await self._first_tokens
+            deltas = await self._unless_failed(self._first_tokens)
             known_s = time.monotonic()
             await self._hold.reached("fetching")
-            reports = await asyncio.gather(*self._reads)
+            reports = [await self._unless_failed(read) for read in self._reads]
             if self._num_covered != len(self._token_ids):
                 raise TransferError("the prefill worker did not offer the whole prompt")
             await self._confirm()
@@ -248,6 +246,14 @@ class Handover:
         finally:
             if not handed_over:
                 self._give_back()
+
+    async def _unless_failed(self, future: "asyncio.Future[T]") -> T:
+        """The result of ``future``; raises what ``fail`` was given when that comes first."""
+        either: list[asyncio.Future[Any]] = [self._failure, future]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
+            raise self._failure.result()
+        return future.result()
 
     def _ask(self) -> None:
         request = self._request
@@ -281,7 +287,7 @@ class Handover:
             )
         )
         async with asyncio.timeout(CONFIRM_TIMEOUT_S):
-            valid = await self._confirmed
+            valid = await self._unless_failed(self._confirmed)
         if not valid:
             raise SourceLostError("the prefill worker reused the KV before it was read")
 
