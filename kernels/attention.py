@@ -9,9 +9,10 @@ zero, and scaled_dot_product_attention does the rest. All sequences with one que
 together, grouped by length; every prompt chunk is served by itself, in tiles of query rows.
 
 Sameness of bits: a decode's padded length follows from its own length alone, each (sequence, head) is
-a product of its own, and masked positions add exact zeros, so a row does not depend on its neighbours.
-torch does not promise the same for different numbers of query rows: prefilling a position, in chunks
-of any size, and decoding it may differ in the last bits.
+a product of its own, and masked positions add exact zeros, so on CPU with one thread a sequence has the
+same bits alone and in any batch. Not promised: float32 on several threads (MKL splits a lone product
+over threads, one of many it does not), and one position prefilled in chunks of other sizes or decoded,
+as the GEMM below sums in another order for another number of query rows.
 """
 
 from collections import defaultdict

@@ -1,9 +1,10 @@
 """y = x W^T + b with the weight laid out once, at load time, the way the device's GEMM wants it.
 
 On CPU that is oneDNN's blocked layout: measured 1.3 to 2 times as fast as `F.linear` for up to 32
-rows, because `F.linear` meets the plain layout anew at every call. A packed product also sums each
-output in an order that does not depend on the number of rows (with the one exception `linear` works
-round), so a token's projections have the same bits alone, in a batch and in a prompt chunk.
+rows, because `F.linear` meets the plain layout anew at every call. On AVX-512 processors a packed
+product also sums each output in an order that does not depend on the number of rows (with the one
+exception `linear` works round), so a token's projections have the same bits alone, in a batch and in a
+prompt chunk. oneDNN does not promise that, so it is tested where it was observed.
 """
 
 from dataclasses import dataclass

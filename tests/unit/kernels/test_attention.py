@@ -1,5 +1,6 @@
 """Paged attention against dense float64 attention, over pools full of NaN where nothing was written."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,6 +151,24 @@ def test_a_sequence_alone_and_in_a_batch() -> None:
         together = problem.solve()
         alone = torch.cat([problem.solve(only=number) for number in range(len(RAGGED))])
         torch.testing.assert_close(together, alone, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_decoding_sequence_has_the_same_bits_in_any_batch(dtype: torch.dtype, window: int | None) -> None:
+    lengths = [(1, context) for context in (1, 16, 17, 33, 64, 65, 400, 401)]
+    problem = Problem(Case(lengths, dtype=dtype, window=window, num_heads=9, num_kv_heads=3))
+    alone = torch.cat([problem.solve(only=number) for number in range(len(lengths))])
+    assert torch.equal(problem.solve(), alone)
 
 
 def test_long_context_in_tiles() -> None:

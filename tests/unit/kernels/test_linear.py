@@ -27,6 +27,8 @@ def test_agrees_with_torch(dtype: torch.dtype, has_bias: bool, num_rows: int) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (64, 96)])
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported():
+        pytest.skip("oneDNN is known to behave so with AVX-512 without AMX only")
     torch.manual_seed(1)
     projection = pack_linear(torch.randn(shape, dtype=dtype))
     if not projection.packed:
