@@ -9,6 +9,8 @@ so one index tensor a step serves every layer: a layer only adds a constant.
 import torch
 from torch import Tensor
 
+from twopool.kernels.rows import gather_rows, scatter_rows
+
 
 def slot_rows(slots: Tensor, kv_pool: Tensor) -> Tensor:
     """slots [T] int64 (block * block_size + offset) -> rows of layer 0: [T, 2, num_kv_heads] int64."""
@@ -38,4 +40,14 @@ def copy_blocks(kv_pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
     sources, destinations: [n] int64. All sources are read before any destination is written, so a
     block may be source and destination at once; no destination may appear twice.
     """
-    kv_pool.index_copy_(0, destinations, kv_pool.index_select(0, sources))
+    scatter_blocks(kv_pool, destinations, gather_blocks(kv_pool, sources))
+
+
+def gather_blocks(kv_pool: Tensor, blocks: Tensor) -> Tensor:
+    """blocks [n] int64 -> [n, ...], copies of whole blocks one after the other."""
+    return gather_rows(kv_pool, blocks)
+
+
+def scatter_blocks(kv_pool: Tensor, blocks: Tensor, contents: Tensor) -> None:
+    """Overwrite block ``blocks[i]`` with ``contents[i]``; blocks [n] int64, none twice; contents contiguous."""
+    scatter_rows(kv_pool, blocks, contents)
