@@ -100,14 +100,13 @@ class RequestDispatcher:
         """See ``interface.Dispatcher``; also raises ``ContextLengthError`` for a prompt no worker can hold."""
         if request.request_id in self._flights:
             raise ValueError(f"request {request.request_id} is already under way")
-        now = self._clock()
         early = EarlySink()
         flight = Flight.of(request, early, self._num_submitted)
         self._availability.check(flight.need())
         if len(self._queue) >= self._config.max_queue:
             raise OverloadedError(f"{len(self._queue)} requests are waiting already; try again later")
         self._num_submitted += 1
-        flight.wait_until_s = now + self._config.max_queue_wait_s
+        flight.wait_until_s = self._clock() + self._config.max_queue_wait_s
         self._flights[request.request_id] = flight
         self._empty.clear()
         self._deadlines.add(flight)

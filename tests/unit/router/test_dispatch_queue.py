@@ -78,6 +78,19 @@ def test_a_new_failure_is_a_new_wait(cluster: MockCluster) -> None:
     assert isinstance(sink.error, OverloadedError)
 
 
+def test_an_open_stream_that_finds_no_room_waits_as_streams_do(cluster: MockCluster) -> None:
+    prefill, decode = cluster.pair()
+    _, sink = cluster.submit()
+    granted = decode.take_generate()
+    prefill.tokens(granted, 0, 1)
+    cluster.advance(6)
+    decode.busy(granted)
+    cluster.advance(0.001)
+    assert not sink.errors
+    cluster.advance(0.1)
+    assert len(decode.take_generate().choices[0].output_ids) == 4
+
+
 def test_finished_requests_are_forgotten_before_their_deadline(cluster: MockCluster) -> None:
     cluster.pair()
     request = cluster.request()
