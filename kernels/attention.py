@@ -17,12 +17,18 @@ as the GEMM below sums in another order for another number of query rows.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from twopool.kernels.backend import uses_triton
+
+if TYPE_CHECKING:
+    from twopool.kernels.gpu.attention import TritonAttentionPlan
 
 HostInts = npt.NDArray[np.int32]
 
@@ -75,12 +81,16 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """What one step's attention has to do, the same for every layer with the same window."""
+class TorchAttentionPlan:
+    """What `plan_attention` gives where torch attends."""
 
     decode_groups: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
     num_rows: int
+
+
+AttentionPlan: TypeAlias = "TorchAttentionPlan | TritonAttentionPlan"
+"""What one step's attention has to do, the same for every layer with the same window; of the device it was made for."""
 
 
 def plan_attention(
@@ -89,6 +99,7 @@ def plan_attention(
     context_lens: HostInts,
     block_tables: Tensor,
     kv_pool: Tensor,
+    num_heads: int,
     sliding_window: int | None,
     dtype: torch.dtype,
 ) -> AttentionPlan:
@@ -97,12 +108,24 @@ def plan_attention(
     query_lens, context_lens: [S] on the host; sequence s owns the next query_lens[s] rows of the
         batch, whose positions end at context_lens[s] - 1.
     block_tables: [S, max_blocks] integers on the pool's device, padded with any valid block.
+    num_heads: query heads, a multiple of the pool's KV heads.
     sliding_window: a position sees itself and the sliding_window - 1 before it; None sees all.
     dtype: that of the queries and of the pool.
     """
+    if uses_triton(kv_pool):
+        from twopool.kernels.gpu import attention as gpu
+
+        return gpu.plan_attention(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            num_kv_heads=kv_pool.shape[1],
+            num_heads=num_heads,
+            sliding_window=sliding_window,
+        )
     first_rows = np.concatenate(([0], np.cumsum(query_lens)))
     planner = _Planner(block_tables, context_lens, kv_pool, sliding_window, dtype)
-    return AttentionPlan(
+    return TorchAttentionPlan(
         decode_groups=planner.decode_groups(query_lens, first_rows),
         chunks=planner.chunks(query_lens, first_rows),
         num_rows=int(first_rows[-1]),
@@ -122,6 +145,13 @@ def paged_attention(
 
     The step's own K and V must already be in `kv_pool`. soft_cap c bends scores to c * tanh(s / c).
     """
+    if uses_triton(queries):
+        from twopool.kernels.gpu import attention as gpu
+
+        return gpu.paged_attention(
+            queries, kv_pool, layer, cast("TritonAttentionPlan", plan), scale=scale, soft_cap=soft_cap
+        )
+    assert isinstance(plan, TorchAttentionPlan)  # plans are made for the device they are used on
     num_kv_heads = kv_pool.shape[1]
     num_rows, num_heads, head_dim = queries.shape
     # query head h belongs to KV head h // group_size

@@ -145,6 +145,7 @@ class Decoder:
             context_lens=batch.context_lens_host,
             block_tables=batch.block_tables,
             kv_pool=kv_pool,
+            num_heads=self.config.num_heads,
             sliding_window=window,
             dtype=self.dtype,
         )

@@ -82,8 +82,8 @@ def _attend(
     all_total = tl.zeros([BLOCK_M], tl.float32)
     all_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        if MERGE:
-            if (start % SPLIT == 0) & (start > begin):  # noqa: SIM102 - the outer one is decided by the compiler
+        if MERGE:  # noqa: SIM102 - decided when compiling, the inner one when running
+            if (start % SPLIT == 0) & (start > begin):
                 all_peak, all_total, all_acc = _merge(all_peak, all_total, all_acc, peak, total, acc)
                 peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
@@ -349,7 +349,8 @@ class TritonAttentionPlan:
     num_slots: int
     """partial results to make room for"""
     num_rows: int
-    block_m: int
+    group: int
+    """query heads a KV head"""
     sliding_window: int | None
 
 
@@ -359,11 +360,11 @@ def plan_attention(
     context_lens: HostInts,
     block_tables: Tensor,
     num_kv_heads: int,
-    num_heads: int | None,
+    num_heads: int,
     sliding_window: int | None,
 ) -> TritonAttentionPlan:
     """See ``kernels.attention.plan_attention``. Copies one small array to the device."""
-    group = 1 if num_heads is None else num_heads // num_kv_heads
+    group = num_heads // num_kv_heads
     lists = work_lists(query_lens, context_lens, group=group, sliding_window=sliding_window)
     parts = {
         "row_starts": lists.row_starts,
@@ -384,7 +385,7 @@ def plan_attention(
         **tensors,
         num_slots=lists.num_slots,
         num_rows=int(lists.row_starts[-1]),
-        block_m=block_rows(group),
+        group=group,
         sliding_window=sliding_window,
     )
 
@@ -448,8 +449,8 @@ def paged_attention(
     _, num_kv_heads, num_layers, _, block_size, head_dim = kv_pool.shape
     num_heads = queries.shape[1]
     group = num_heads // num_kv_heads
-    if block_rows(group) != plan.block_m:
-        raise ValueError(f"{group} query heads a KV head: name num_heads when planning")
+    if group != plan.group:
+        raise ValueError(f"{group} query heads a KV head, but {plan.group} when this was planned")
     queries = queries.contiguous()
     output = torch.empty_like(queries)
     window = _NO_WINDOW if plan.sliding_window is None else plan.sliding_window

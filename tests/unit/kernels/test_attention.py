@@ -71,6 +71,7 @@ class Problem:
             context_lens=lengths[:, 1],
             block_tables=tables,
             kv_pool=self.pool,
+            num_heads=self.case.num_heads,
             sliding_window=self.case.window,
             dtype=self.case.dtype,
         )
