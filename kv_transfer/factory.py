@@ -28,8 +28,8 @@ def create_transport(
 
     ``pool`` is the whole pool, contiguous, ``geometry.pool_bytes`` long, any dtype and shape, on the device
     ``geometry`` names; its last ``NUM_RESERVED_BLOCKS`` blocks become the transport's. On the host make it with
-    ``memory.allocate_host_pool``: huge pages, all touched, are read up to twice as fast. It stays registered, and alive,
-    as long as the process.
+    ``memory.allocate_host_pool``: huge pages, all touched, are read up to twice as fast. It stays registered and
+    alive as long as the process.
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
     and ``ucx_tls`` are for "nixl"; ``fabric`` holds the pools that "local" transports of this process read from.
