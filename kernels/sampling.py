@@ -204,8 +204,8 @@ def _draw_by_weight(weights: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
     num_rows = weights.shape[0]
     grouped = weights.view(num_rows, -1, _GROUP)
     masses = grouped.sum(dim=-1)  # [N, groups]
-    key = (_to(rows["seed"], weights), _to(rows["position"], weights).long(), _to(rows["choice"], weights).long())
-    noise = gumbel_noise(*key, _GROUP + masses.shape[1])
+    key = (rows["seed"], rows["position"].astype(np.int64), rows["choice"].astype(np.int64))
+    noise = gumbel_noise(*key, _GROUP + masses.shape[1], weights.device)
     group = (masses.double().log_() + noise[:, _GROUP:]).argmax(dim=-1)
     inside = grouped[torch.arange(num_rows, device=weights.device), group]  # [N, 256]
     return group * _GROUP + (inside.double().log_() + noise[:, :_GROUP]).argmax(dim=-1)

@@ -6,6 +6,7 @@ blocks, positions or copies changes the tokens.
 """
 
 import asyncio
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,8 +39,9 @@ def next_value(before: int, token: int, position: int) -> int:
     return (before * 48271 + token * 7919 + position * 104729 + 1) % _MODULUS
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def logits_of(value: int) -> Tensor:
-    """[VOCAB_SIZE] float32 that depend on ``value`` alone."""
+    """[VOCAB_SIZE] float32 that depend on ``value`` alone. Not to be written to."""
     return torch.from_numpy(np.random.default_rng(value).normal(0.0, 2.0, VOCAB_SIZE).astype(np.float32))
 
 
@@ -284,12 +287,23 @@ def expected(
     logits: Callable[[list[int]], Tensor] | None = None,
 ) -> tuple[list[int], FinishReason]:
     """What the fake model (or ``logits`` of all ids) answers, token by token, without an engine."""
+    return _expected(tuple(prompt_ids), sampling, choice, max_model_len, logits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(
+    prompt_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    choice: int,
+    max_model_len: int,
+    logits: Callable[[list[int]], Tensor] | None,
+) -> tuple[list[int], FinishReason]:
     ids, output, value = list(prompt_ids), list[int](), 0
     for position, token in enumerate(ids):
         value = next_value(value, token, position)
     while True:
         row = logits(ids) if logits else logits_of(value)
-        token = _draw(row, ids[: len(prompt_ids)], output, sampling, choice)
+        token = _draw(row, list(prompt_ids), output, sampling, choice)
         value = next_value(value, token, len(ids))
         ids.append(token)
         output.append(token)
@@ -307,17 +321,26 @@ def _draw(row: Tensor, prompt_ids: list[int], output: list[int], sampling: Sampl
         rows[name] = getattr(sampling, name)
     rows["choice"], rows["position"] = choice, len(output)
     masked = sampling.all_stop_ids if len(output) < sampling.min_tokens else ()
-    zeros = lambda count: np.zeros(count, dtype=np.int32)  # noqa: E731
+    penalised = (
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    ) != (1.0, 0.0, 0.0)
+    history = prompt_ids + output if penalised else []
     batch = SamplingBatch(
         rows=rows,
-        history_rows=zeros(1),
-        history_lens=np.array([len(prompt_ids) + len(output)], dtype=np.int32),
-        history_prompt_lens=np.array([len(prompt_ids)], dtype=np.int32),
-        history_ids=np.array(prompt_ids + output, dtype=np.int32),
-        bias_rows=zeros(len(sampling.logit_bias)),
+        history_rows=_zeros(1 if history else 0),
+        history_lens=np.array([len(history)] if history else [], dtype=np.int32),
+        history_prompt_lens=np.array([len(prompt_ids)] if history else [], dtype=np.int32),
+        history_ids=np.array(history, dtype=np.int32),
+        bias_rows=_zeros(len(sampling.logit_bias)),
         bias_ids=np.array([token for token, _ in sampling.logit_bias], dtype=np.int32),
         bias_values=np.array([value for _, value in sampling.logit_bias], dtype=np.float32),
-        masked_rows=zeros(len(masked)),
+        masked_rows=_zeros(len(masked)),
         masked_ids=np.array(masked, dtype=np.int32),
     )
     return int(sample(row[None].clone(), batch).token_ids[0])
+
+
+def _zeros(count: int) -> npt.NDArray[np.int32]:
+    return np.zeros(count, dtype=np.int32)

@@ -398,7 +398,8 @@ async def test_any_load(
         max_model_len=120,
     )
     async with harness.running():
-        kept, leaving = [], []
+        kept: list[EngineRequest] = []
+        leaving: list[EngineRequest] = []
         for length, seed, sampling, pause, leave in works:
             one = request(prompt(length, seed), sampling)
             await harness.until(lambda: harness.engine.idle or not harness.engine._scheduler.starved)
