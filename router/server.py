@@ -32,13 +32,9 @@ class HttpServer:
         self._config = config
         self._app = app
         self._socket = _listen(config.host, config.port)
-        self._server = _Server(_uvicorn_config(config, app))
-
-    @property
-    def port(self) -> int:
+        self.port: int = self._socket.getsockname()[1]
         """The port in use, also where the configuration left it to the system."""
-        port: int = self._socket.getsockname()[1]
-        return port
+        self._server = _Server(_uvicorn_config(config, app))
 
     async def serve(self) -> None:
         """Serve until ``stop``; returns when the drain is over."""

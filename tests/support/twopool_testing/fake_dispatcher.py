@@ -92,9 +92,7 @@ class FakeDispatcher:
     def submit(self, request: RoutedRequest, sink: TokenSink) -> None:
         if self.submit_error is not None and len(self.requests) >= self.fail_submit_after:
             raise self.submit_error
-        fake = FakeRequest(
-            request, sink, self.cached_tokens, self.logprob, open_choices=set(range(request.sampling.n))
-        )
+        fake = FakeRequest(request, sink, self.cached_tokens, self.logprob, open_choices=set(range(request.sampling.n)))
         self.requests.append(fake)
         self.by_id[request.request_id] = fake
         self._changed.set()

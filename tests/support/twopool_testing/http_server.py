@@ -71,7 +71,7 @@ async def running_server(
     model: ModelInfo, dispatcher: FakeDispatcher, *, keys: list[str] | None = None, **flags: Any
 ) -> AsyncIterator[RunningServer]:
     """Serve ``model`` on a free port for the time of the block."""
-    config = RouterConfig(model="local/tiny", served_model_name=(MODEL, "alias"), port=0, **flags)
+    config = RouterConfig(model="local/tiny", served_model_name=(MODEL, "alias"), **{"port": 0, **flags})
     app = RouterApp(config, dispatcher, model, registry=CollectorRegistry(), api_keys=ApiKeys(keys or []))
     server = build_server(config, app)
     serving = asyncio.get_running_loop().create_task(server.serve())

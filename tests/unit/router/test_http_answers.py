@@ -17,7 +17,8 @@ END = 2
 
 
 def ids_of(model: ModelInfo, text: str) -> list[int]:
-    return model.tokenizer.encode(text, add_special_tokens=False).tolist()
+    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=False).tolist()
+    return ids
 
 
 @pytest.fixture
@@ -244,9 +245,7 @@ async def test_chat_logprobs(server: RunningServer, stream: bool, top: int | Non
 async def test_completion_logprobs(server: RunningServer, stream: bool, count: int) -> None:
     """API-11."""
     response = await server.complete(logprobs=count, stream=stream, max_tokens=100)
-    parts = (
-        [event["choices"][0] for event in sse_events(response.text)[:-1]] if stream else response.json()["choices"]
-    )
+    parts = [event["choices"][0] for event in sse_events(response.text)[:-1]] if stream else response.json()["choices"]
     merged: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for part in parts:
         for name, values in (part["logprobs"] or {}).items():
