@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from twopool.engine.tickets import tickets_hold
 from twopool.engine.worker import WorkerHost
 from twopool.kv_transfer.interface import FetchReport
 from twopool.protocol.errors import ContextLengthError, OverloadedError, TransferError, TwopoolError
-from twopool.protocol.ids import RouterId, WorkerId
+from twopool.protocol.ids import ChoiceIndex, RouterId, WorkerId
 from twopool.protocol.messages import (
     AttemptFailed,
     Busy,
@@ -57,7 +57,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class DecodeJob:
-    """One attempt this worker was granted. ``handover`` and ``task`` exist until it runs."""
+    """One attempt this worker was granted. ``handover`` and ``task`` exist until it runs.
+
+    ``cancelled_choices`` the router gave up before the engine had them.
+    """
 
     router_id: RouterId
     key: AttemptKey
@@ -65,6 +68,7 @@ class DecodeJob:
     deadline_s: float
     handover: Handover | None = None
     task: "asyncio.Task[None] | None" = None
+    cancelled_choices: set[ChoiceIndex] = field(default_factory=set)
 
 
 class DecodeRole:
@@ -92,7 +96,7 @@ class DecodeRole:
             case Cancel():
                 self._cancel_up_to(message)
             case CancelChoice():
-                self._host.engine.cancel_choice(AttemptKey(message.request_id, message.attempt), message.choice)
+                self._on_cancel_choice(message)
             case ResendFrom():
                 self._on_resend(router_id, message)
 
@@ -164,6 +168,8 @@ class DecodeRole:
         deltas = (with_reports(done.deltas[0], handover=done.report), *done.deltas[1:])
         self._send_tokens(job.router_id, deltas)
         self._host.engine.adopt(job.request, block_table=done.block_table, first=deltas, reservation=done.reservation)
+        for choice in job.cancelled_choices:
+            self._host.engine.cancel_choice(job.key, choice)
 
     def _start_handover(self, job: DecodeJob, link: SourceLink) -> Handover:
         """Reserve the whole request's blocks; the prefix cache's count among them. Raises ``OverloadedError``."""
@@ -196,6 +202,13 @@ class DecodeRole:
         stats.kv_transfers += 1
         stats.kv_transfer_bytes += report.num_bytes
         stats.kv_transfer_s += report.transfer_s
+
+    def _on_cancel_choice(self, message: CancelChoice) -> None:
+        key = AttemptKey(message.request_id, message.attempt)
+        job = self.jobs.get(key)
+        if job is not None and job.handover is not None:
+            job.cancelled_choices.add(message.choice)
+        self._host.engine.cancel_choice(key, message.choice)
 
     def _on_resend(self, router_id: RouterId, message: ResendFrom) -> None:
         key = AttemptKey(message.request_id, message.attempt)

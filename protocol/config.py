@@ -67,6 +67,8 @@ class RouterConfig(LinkConfig):
     host: str = flag("127.0.0.1", "address of the HTTP server and of the control endpoint")
     port: int = flag(DEFAULT_HTTP_PORT, "HTTP port; 0 picks a free one")
     control_port: int = flag(DEFAULT_CONTROL_PORT, "ZeroMQ port workers connect to; 0 picks a free one")
+    min_prefill: int = flag(1, "prefill workers to wait for before the router is ready; 0 where decode workers prefill")
+    min_decode: int = flag(1, "decode workers to wait for before the router is ready")
     max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the workers')", parse=int)
     api_key_file: Path | None = flag(None, "file with one API key a line; without it no key is asked for", parse=Path)
     max_queue: int = flag(1024, "requests that may wait for a worker before new ones get 429")
@@ -99,6 +101,11 @@ class RouterConfig(LinkConfig):
             _check_positive(name, getattr(self, name))
         if self.max_model_len is not None:
             _check_positive("max_model_len", self.max_model_len)
+        for name in ("min_prefill", "min_decode"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{_flag_name(name)} {getattr(self, name)}: must not be negative", param=_flag_name(name)
+                )
         _check_key("--host", self.host, self.cluster_key)
 
     @property

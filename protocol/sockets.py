@@ -78,6 +78,9 @@ class _FdReader:
                 self._read_one()
             except zmq.Again:
                 return
+            except BaseException:
+                self.check()  # a handler's fault is the loop's to report; what waits behind it is read all the same
+                raise
         self.check()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import ContextLengthError, UnavailableError
 from twopool.router.pairing import Need, can_serve
 from twopool.router.registry import WorkerRegistry
@@ -12,21 +13,23 @@ RETRY_AFTER_S = 2
 class Availability:
     """Readiness of the pools, and the check every new request passes."""
 
-    def __init__(self, workers: WorkerRegistry, max_model_len: int | None, clock: Callable[[], float]) -> None:
+    def __init__(self, workers: WorkerRegistry, config: RouterConfig, clock: Callable[[], float]) -> None:
         self._workers = workers
-        self._max_model_len = max_model_len
+        self._config = config
         self._clock = clock
         self._has_served = False
+        self._pools_complete = config.min_prefill == 0 and config.min_decode == 0
         self.draining = False
 
     @property
     def max_model_len(self) -> int | None:
         """The smallest of the workers' limits and the configured one; ``None`` while there are no workers."""
-        ours, theirs = self._max_model_len, self._workers.max_model_len
+        ours, theirs = self._config.max_model_len, self._workers.max_model_len
         return theirs if theirs is None or ours is None else min(ours, theirs)
 
     def workers_changed(self) -> None:
         """Workers came, went or shook hands."""
+        self._pools_complete = self._pools_complete or self._are_pools_complete()
         if not self._workers.decodes:
             self._has_served = False
         elif self.readiness()[0]:
@@ -39,6 +42,11 @@ class Availability:
         prefills = [c for c in self._workers.prefills if c.serves(0, now)]
         if self.draining:
             return False, "the router is shutting down"
+        if not self._pools_complete:
+            return False, (
+                f"waiting for workers: {len(prefills)} of {self._config.min_prefill} prefill and "
+                f"{len(decodes)} of {self._config.min_decode} decode are here"
+            )
         if not decodes:
             return False, "no decode worker is ready"
         if any(prefill.ref in decode.sources for decode in decodes for prefill in prefills):
@@ -55,9 +63,14 @@ class Availability:
         ready, reason = self.readiness()
         return UnavailableError("no worker can serve the request now" if ready else reason, retry_after_s=RETRY_AFTER_S)
 
+    def _are_pools_complete(self) -> bool:
+        """Whether as many workers as the configuration waits for are here; asked until it is once so."""
+        enough_prefills = len(self._workers.prefills) >= self._config.min_prefill
+        return enough_prefills and len(self._workers.decodes) >= self._config.min_decode
+
     def check(self, need: Need) -> None:
         """Raises ``ContextLengthError`` or ``UnavailableError`` unless some workers, given room, serve ``need``."""
-        if self.draining:
+        if self.draining or not self._pools_complete:
             raise self.unavailable()
         num_prompt_tokens = need.num_tokens - 1
         limit = self.max_model_len

@@ -71,7 +71,7 @@ class RequestDispatcher:
         self.on_message = self.control.on_message
         self.on_lost = self.control.on_lost
         self._config = config
-        self._availability = Availability(self.workers, config.max_model_len, clock)
+        self._availability = Availability(self.workers, config, clock)
         self._clock = clock
         self._timings = timings or DispatchTimings()
         self._flights: dict[RequestId, Flight] = {}

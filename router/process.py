@@ -80,13 +80,20 @@ async def _serve(config: RouterConfig, model: ModelInfo) -> None:
         app = RouterApp(config, dispatcher, model, registry=registry, api_keys=load_api_keys(config.api_key_file))
         server = build_server(config, app)
         loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            dispatcher.drain()
+            server.stop()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.stop)
+            loop.add_signal_handler(number, stop)
         dispatcher.start()
         _announce(config, server.port, control.port)
-        await server.serve()
-        await dispatcher.close()
-        control.close(linger_ms=300)
+        try:
+            await server.serve()
+        finally:
+            await dispatcher.close()
+            control.close(linger_ms=300)
     finally:
         security.close()
     logger.info("stopped")

@@ -110,6 +110,8 @@ def make_plan(
         given["cluster_key"] = cluster_key
     given.setdefault("control_port", 0)
     up = from_namespace(UpConfig, argparse.Namespace(**given))
+    given.setdefault("min_prefill", up.prefill)
+    given.setdefault("min_decode", up.decode)
     router = from_namespace(RouterConfig, argparse.Namespace(**given))
     for_workers = {name: value for name, value in given.items() if name not in _ROUTER_ONLY}
     worker = from_namespace(WorkerConfig, argparse.Namespace(**for_workers))

@@ -244,7 +244,11 @@ class MockCluster:
         self.socket = FakeSocket()
         self.metrics = CollectorRegistry()
         self.dispatcher = RequestDispatcher(
-            RouterConfig(**config), RouterId("router-test"), self.socket, metrics=self.metrics, clock=self.clock
+            RouterConfig(**{"min_prefill": 0, "min_decode": 0, **config}),
+            RouterId("router-test"),
+            self.socket,
+            metrics=self.metrics,
+            clock=self.clock,
         )
         self._num_peers = 0
         self._num_requests = 0

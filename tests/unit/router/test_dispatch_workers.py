@@ -88,6 +88,22 @@ def test_decode_that_prefills_for_itself_is_ready_alone(cluster: MockCluster) ->
     assert decode.take_generate().prefill is None
 
 
+def test_ready_waits_for_as_many_workers_as_it_was_told_to() -> None:
+    """RT-10, X-router-ready-no-workers: a decode worker alone is no disaggregated pool until it was complete once."""
+    cluster = MockCluster(min_prefill=1, min_decode=2)
+    cluster.worker("decode-0", "decode").register()
+    second = cluster.worker("decode-1", "decode").register()
+    assert not cluster.dispatcher.is_ready()
+    assert "0 of 1 prefill and 2 of 2 decode" in cluster.dispatcher.ready_reason()
+    with pytest.raises(UnavailableError, match="waiting for workers"):
+        cluster.submit()
+    prefill = cluster.worker("prefill-0", "prefill").register()
+    second.heartbeat(prefill)
+    assert cluster.dispatcher.is_ready()
+    prefill.die()
+    assert cluster.dispatcher.is_ready()  # complete once: decode workers stand in for lost prefill workers
+
+
 def test_a_starting_pool_waits_for_the_handshake_but_a_serving_one_stays_ready(cluster: MockCluster) -> None:
     prefill = cluster.worker("p0", "prefill").register()
     decode = cluster.worker("d0", "decode", local_prefill=True).register()
