@@ -91,8 +91,8 @@ def test_decode_that_prefills_for_itself_is_ready_alone(cluster: MockCluster) ->
 def test_ready_waits_for_as_many_workers_as_it_was_told_to() -> None:
     """RT-10, X-router-ready-no-workers: a decode worker alone is no disaggregated pool until it was complete once."""
     cluster = MockCluster(min_prefill=1, min_decode=2)
-    cluster.worker("decode-0", "decode").register()
-    second = cluster.worker("decode-1", "decode").register()
+    cluster.worker("decode-0", "decode", local_prefill=True).register()
+    second = cluster.worker("decode-1", "decode", local_prefill=True).register()
     assert not cluster.dispatcher.is_ready()
     assert "0 of 1 prefill and 2 of 2 decode" in cluster.dispatcher.ready_reason()
     with pytest.raises(UnavailableError, match="waiting for workers"):
