@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twopool.kernels.backend import uses_triton
+
 _PACKABLE = (torch.float32, torch.bfloat16)
 
 
@@ -26,10 +28,18 @@ class LinearWeight:
     """[out_features]"""
     out_features: int
     packed: bool
+    batch_invariant: bool = False
+    """served by the Triton product, whose sums do not depend on the number of rows"""
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-    """weight [out, in] contiguous, bias [out]; the caller may drop both afterwards."""
+def pack_linear(weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> LinearWeight:
+    """weight [out, in] contiguous, bias [out]; the caller may drop both afterwards.
+
+    deterministic: on a GPU, sum in an order fixed by the weight's shape alone, where cuBLAS lets the number of rows
+        choose. Without meaning on CPU.
+    """
+    if deterministic and uses_triton(weight):
+        return LinearWeight(weight, bias, out_features=weight.shape[0], packed=False, batch_invariant=True)
     packed = (
         weight.device.type == "cpu"
         and weight.dtype in _PACKABLE
@@ -46,6 +56,10 @@ def linear(x: Tensor, projection: LinearWeight) -> Tensor:
     num_rows = x.shape[0]
     if num_rows == 0:
         return x.new_empty((0, projection.out_features))
+    if projection.batch_invariant:
+        from twopool.kernels.gpu import linear as gpu
+
+        return gpu.linear(x, projection.weight, projection.bias)
     if not projection.packed:
         return F.linear(x, projection.weight, projection.bias)
     if num_rows == 1 and x.dtype == torch.float32:

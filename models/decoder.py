@@ -1,6 +1,7 @@
 """The one decoder: every supported family is a configuration of it."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from twopool.kernels.activation import gated_activation
 from twopool.kernels.attention import AttentionPlan, paged_attention, plan_attention
-from twopool.kernels.kv_cache import slot_rows, write_kv
+from twopool.kernels.kv_cache import slot_rows
 from twopool.kernels.linear import linear
+from twopool.kernels.qkv import rotate_and_cache
 from twopool.kernels.rms_norm import add_rms_norm_, rms_norm
-from twopool.kernels.rope import apply_rope
+from twopool.kernels.rows import gather_rows
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
 from twopool.models.layers import (
@@ -37,7 +39,7 @@ class _Step:
     """[T, 2, num_kv_heads] int64, see `slot_rows`"""
     cos: Tensor
     signed_sin: Tensor
-    plans: dict[int | None, AttentionPlan]
+    plans: Mapping[int | None, AttentionPlan]
     """one for each distinct sliding window"""
 
 
@@ -58,8 +60,12 @@ class Decoder:
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype=self.dtype, device=self.device)
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device) -> "Decoder":
+    def load(
+        cls, folder: Path, *, dtype: torch.dtype, device: torch.device, deterministic_gemm: bool = False
+    ) -> "Decoder":
         """Read config.json and the safetensors files of `folder`, converting to `dtype`.
+
+        deterministic_gemm: on a GPU, make a token's bits independent of its batch in the projections too.
 
         Raises ModelError: what is missing, damaged or not supported, and in which file.
         """
@@ -70,20 +76,31 @@ class Decoder:
         expected = expected_tensors(config)
         files.check(expected, unused_tensors(config))
         with torch.inference_mode():
-            weights = load_weights(config, files, dtype=dtype, device=device)
+            weights = load_weights(config, files, dtype=dtype, device=device, deterministic_gemm=deterministic_gemm)
         return cls(config, weights, weights_fingerprint=files.fingerprint(list(expected)))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
         """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits."""
         self._check_pool(kv_pool)
+        return self.forward_planned(batch, kv_pool, self.plan(batch, kv_pool))
+
+    def plan(self, batch: ForwardBatch, kv_pool: Tensor) -> dict[int | None, AttentionPlan]:
+        """The attention plans of a batch, one for each distinct sliding window."""
+        return {window: self._plan(batch, kv_pool, window) for window in self.windows}
+
+    @torch.inference_mode()
+    def forward_planned(
+        self, batch: ForwardBatch, kv_pool: Tensor, plans: Mapping[int | None, AttentionPlan]
+    ) -> Tensor:
+        """`forward` with plans made before; on a GPU it touches no host data, so it can be captured as a graph."""
         cos, signed_sin = self._rotary.rows(batch.positions)
         step = _Step(
             kv_pool=kv_pool,
             kv_rows=slot_rows(batch.slots, kv_pool),
             cos=cos,
             signed_sin=signed_sin,
-            plans={window: self._plan(batch, kv_pool, window) for window in self._windows()},
+            plans=plans,
         )
         hidden = self._hidden(batch, step)
         return linear(hidden, self._weights.head).float()
@@ -99,14 +116,14 @@ class Decoder:
     def _hidden(self, batch: ForwardBatch, step: _Step) -> Tensor:
         """-> [R, hidden_size], the normalised last hidden state of the wanted rows."""
         weights, eps = self._weights, self.config.rms_norm_eps
-        residual = weights.embedding.index_select(0, batch.token_ids)  # [T, hidden_size]
+        residual = gather_rows(weights.embedding, batch.token_ids)  # [T, hidden_size]
         normed = rms_norm(residual, weights.layers[0].input_norm, eps)
         for number, layer in enumerate(weights.layers):
             attended = self._attention(normed, number, layer, step)
             last = number + 1 == len(weights.layers)
             if last:  # the rest of the last layer matters only where logits are wanted
-                attended = attended.index_select(0, batch.logit_rows)
-                residual = residual.index_select(0, batch.logit_rows)
+                attended = gather_rows(attended, batch.logit_rows)
+                residual = gather_rows(residual, batch.logit_rows)
             attended = linear(attended, layer.output)
             normed = add_rms_norm_(attended, residual, layer.post_attention_norm, eps)
             inner = gated_activation(linear(normed, layer.gate_up), self.config.activation)
@@ -117,16 +134,17 @@ class Decoder:
     def _attention(self, normed: Tensor, number: int, layer: LayerWeights, step: _Step) -> Tensor:
         """normed [T, hidden_size] -> [T, num_heads * head_dim], before the output projection."""
         config = self.config
-        num_heads, first_value = config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
-        queries_keys, values = qkv[:, :first_value], qkv[:, first_value:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries = rms_norm(queries_keys[:, :num_heads], layer.q_norm, config.rms_norm_eps)
-            keys = rms_norm(queries_keys[:, num_heads:], layer.k_norm, config.rms_norm_eps)
-            queries_keys = torch.cat((queries, keys), dim=1)
-        rotated = apply_rope(queries_keys, step.cos, step.signed_sin)
-        queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
-        write_kv(step.kv_pool, number, step.kv_rows, keys, values)
+        queries = rotate_and_cache(
+            linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim),
+            step.cos,
+            step.signed_sin,
+            norms=(layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None,
+            eps=config.rms_norm_eps,
+            kv_pool=step.kv_pool,
+            layer=number,
+            rows=step.kv_rows,
+            num_heads=config.num_heads,
+        )
         attended = paged_attention(
             queries,
             step.kv_pool,
@@ -136,8 +154,10 @@ class Decoder:
         )
         return attended.view(normed.shape[0], -1)
 
-    def _windows(self) -> set[int | None]:
-        return set(self.config.sliding_window)
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The sliding windows of the layers; None: a layer that sees everything."""
+        return frozenset(self.config.sliding_window)
 
     def _plan(self, batch: ForwardBatch, kv_pool: Tensor, window: int | None) -> AttentionPlan:
         return plan_attention(

@@ -87,25 +87,31 @@ def unused_tensors(config: DecoderConfig) -> frozenset[str]:
 
 
 def load_weights(
-    config: DecoderConfig, files: WeightFiles, *, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    files: WeightFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic_gemm: bool = False,
 ) -> DecoderWeights:
     """Read, fuse, convert and pack; `files` must have been checked against `config`."""
-    reader = _Reader(files, dtype, device)
+    reader = _Reader(files, dtype, device, deterministic_gemm)
     embedding = reader.tensor(_EMBEDDING)
     head = embedding if config.tie_word_embeddings else reader.tensor(_HEAD)
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(_layer(config, reader, layer) for layer in range(config.num_layers)),
         final_norm=reader.tensor(_FINAL_NORM),
-        head=pack_linear(head),
+        head=pack_linear(head, deterministic=deterministic_gemm),
     )
 
 
 class _Reader:
-    def __init__(self, files: WeightFiles, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, files: WeightFiles, dtype: torch.dtype, device: torch.device, deterministic_gemm: bool) -> None:
         self._files = files
         self._dtype = dtype
         self._device = device
+        self._deterministic_gemm = deterministic_gemm
 
     def tensor(self, *names: str) -> Tensor:
         """The named tensors one below the other, in memory of our own: a mapped file that shrinks
@@ -122,7 +128,8 @@ class _Reader:
     def linear(self, *names: str, bias: bool) -> LinearWeight:
         """The named projections, which share their input, as one."""
         weight = self.tensor(*(f"{name}.weight" for name in names))
-        return pack_linear(weight, self.tensor(*(f"{name}.bias" for name in names)) if bias else None)
+        biases = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        return pack_linear(weight, biases, deterministic=self._deterministic_gemm)
 
 
 def _layer(config: DecoderConfig, reader: _Reader, layer: int) -> LayerWeights:
