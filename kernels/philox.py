@@ -42,7 +42,8 @@ def gumbel_noise(
 ) -> Tensor:
     """[N, num_values] float64 standard Gumbel noise, finite; value i depends on its row's key and on i alone.
 
-    seed, position, choice: [N] int64, on the host; the result is on ``device``. Any prefix of a longer draw equals a shorter one.
+    seed, position, choice: [N] int64, on the host; the result is on ``device``. Any prefix of a longer draw equals a
+    shorter one.
     """
     lanes = np.arange(-(-num_values // 4))[None, :]
     key = (seed[:, None] & _LOW_32, (seed[:, None] >> 32) & _LOW_32)
