@@ -44,9 +44,16 @@ class TokenEntry:
 class ChoiceStream:
     """Takes accepted tokens, gives text that is certain."""
 
-    def __init__(self, table: TokenTable, options: TextOptions, *, prefix: str = "") -> None:
-        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it."""
+    def __init__(
+        self, table: TokenTable, options: TextOptions, *, prefix: str = "", prompt_ids: list[int] | None = None
+    ) -> None:
+        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. With ``prompt_ids``
+        the answer carries token ids.
+        """
+        self.prompt_ids = prompt_ids
+        self._new_ids: list[int] = []
         self._detokenizer = table.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._push_id = self._detokenizer.push
         self._options = options
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop) if options.stops else None
         self._plain = self._matcher is None and not options.logprobs
@@ -67,6 +74,8 @@ class ChoiceStream:
             push = self._detokenizer.push
             self._ready.extend([push(token_id) for token_id in ids])
             self.num_tokens += len(ids)
+            if self.prompt_ids is not None:
+                self._new_ids.extend(ids)
             return False
         hides_stop = delta.finish_reason == "stop" and not self._options.include_stop
         last = len(ids) - 1
@@ -93,6 +102,11 @@ class ChoiceStream:
         self._num_shown += len(text)
         return text
 
+    def take_ids(self) -> list[int]:
+        """The token ids accepted since the last call, where the answer carries them; the stop's among them."""
+        ids, self._new_ids = self._new_ids, []
+        return ids
+
     def take_entries(self) -> list[TokenEntry]:
         """The logprobs entries whose text has been taken."""
         entries = self._entries
@@ -108,6 +122,8 @@ class ChoiceStream:
         """Whether a stop string was completed by this token."""
         detokenizer = self._detokenizer
         self.num_tokens += 1
+        if self.prompt_ids is not None:
+            self._new_ids.append(token_id)
         text = "" if hide else detokenizer.push(token_id)
         if self._options.logprobs and logprobs is not None:
             piece = b"" if hide else detokenizer.piece

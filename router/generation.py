@@ -178,13 +178,14 @@ class _PromptSink:
         choice = self._choices[index]
         if choice.finish_reason is not None:
             return
-        self._time(index)
-        if delta.prefill is not None:
-            self.num_cached_tokens = delta.prefill.cached_tokens
-            self._compute_s = delta.prefill.compute_s
-            self._generation.num_cached_tokens += delta.prefill.cached_tokens
-        stopped_here = choice.push(delta)
-        if stopped_here:
+        now = time.monotonic()
+        last_s = self._last_s[index]
+        self._last_s[index] = now
+        if last_s is not None:
+            self._itl.observe(now - last_s)
+        else:
+            self._first_of_choice(delta, now)
+        if choice.push(delta):
             self._generation._dispatcher.finish_choice(self.request_id, ChoiceIndex(index))
         self._generation.progressed(self._first + index)
 
@@ -207,11 +208,10 @@ class _PromptSink:
             metrics.prompt_sizes.observe(self.num_prompt_tokens)
             metrics.generation_sizes.observe(num_tokens)
 
-    def _time(self, index: int) -> None:
-        now = time.monotonic()
-        last_s = self._last_s[index]
-        if last_s is not None:
-            self._itl.observe(now - last_s)
-        elif not self.ttft_s:
+    def _first_of_choice(self, delta: TokenDelta, now: float) -> None:
+        if not self.ttft_s:
             self.ttft_s = now - self._arrived_s
-        self._last_s[index] = now
+        if delta.prefill is not None:
+            self.num_cached_tokens = delta.prefill.cached_tokens
+            self._compute_s = delta.prefill.compute_s
+            self._generation.num_cached_tokens += delta.prefill.cached_tokens

@@ -144,7 +144,8 @@ def _planned(
             if prompt.text is not None
             else table.decode(prompt.ids.tolist(), skip_special_tokens=options.skip_special_tokens)
         )
-    choices = [ChoiceStream(table, options, prefix=prefix) for _ in range(sampling.n)]
+    shown_ids = prompt.ids.tolist() if body.return_token_ids else None
+    choices = [ChoiceStream(table, options, prefix=prefix, prompt_ids=shown_ids) for _ in range(sampling.n)]
     if max_tokens == 0:
         for choice in choices:
             choice.finish_empty()

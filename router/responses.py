@@ -67,7 +67,12 @@ def whole_answer(head: AnswerHead, choices: list[WholeChoice], usage: Usage, tab
 
 def _whole_choice(head: AnswerHead, choice: WholeChoice, table: TokenTable) -> dict[str, Any]:
     logprobs = logprobs_json(head, choice.entries, table)
-    ending = {"finish_reason": choice.stream.finish_reason, "stop_reason": choice.stream.stop_reason}
+    ending: dict[str, Any] = {
+        "finish_reason": choice.stream.finish_reason,
+        "stop_reason": choice.stream.stop_reason,
+    }
+    if choice.stream.prompt_ids is not None:
+        ending |= {"prompt_token_ids": choice.stream.prompt_ids, "token_ids": choice.stream.take_ids()}
     if head.is_chat:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"index": choice.index, "message": message, "logprobs": logprobs, **ending}
@@ -144,17 +149,20 @@ class EventWriter:
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % index
         return self._start + choice + b'"logprobs":null,"finish_reason":null}]' + self._end(usage)
 
-    def text(self, index: int, text: str, entries: list[TokenEntry], usage: Usage | None) -> bytes:
-        """New text of one choice, with its logprobs where they were asked for."""
+    def text(
+        self, index: int, text: str, entries: list[TokenEntry], token_ids: list[int] | None, usage: Usage | None
+    ) -> bytes:
+        """New text of one choice, with its logprobs and token ids where they were asked for."""
         start = self._text_starts.get(index)
         if start is None:
             opening = b'{"index":%d,"delta":{"content":' if self._head.is_chat else b'{"index":%d,"text":'
             start = self._text_starts[index] = self._start + opening % index
-        if self._head.num_top_logprobs is None:
+        if self._head.num_top_logprobs is None and token_ids is None:
             return start + _encode(text) + self._plain_tail + self._end(usage)
         logprobs = _encode(logprobs_json(self._head, entries, self._table))
         closing = b'},"logprobs":' if self._head.is_chat else b',"logprobs":'
-        return start + _encode(text) + closing + logprobs + b',"finish_reason":null}]' + self._end(usage)
+        ids = b"" if token_ids is None else b',"token_ids":' + _encode(token_ids)
+        return start + _encode(text) + closing + logprobs + ids + b',"finish_reason":null}]' + self._end(usage)
 
     def finish(self, index: int, stream: ChoiceStream, usage: Usage | None) -> bytes:
         """The last event of one choice."""

@@ -44,7 +44,6 @@ class _Unsupported(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_embeds: Any = None
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     audio: Any = None
     modalities: list[str] | None = None
@@ -58,6 +57,7 @@ class GenerationBody(_Unsupported, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
+    return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     best_of: int | None = None

@@ -10,7 +10,6 @@ Before the first token nothing is sent, so an early failure still has its own HT
 """
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -29,20 +28,20 @@ _HEADERS = [
 
 
 class WriteBatcher:
-    """Runs every marked answer's ``flush`` once, in one callback a turn of the event loop."""
+    """Flushes every marked answer once, in one callback a turn of the event loop."""
 
     def __init__(self) -> None:
-        self._marked: list[Callable[[], None]] = []
+        self._marked: list[StreamAnswer] = []
 
-    def mark(self, flush: Callable[[], None]) -> None:
+    def mark(self, answer: "StreamAnswer") -> None:
         if not self._marked:
             asyncio.get_running_loop().call_soon(self._flush_all)
-        self._marked.append(flush)
+        self._marked.append(answer)
 
     def _flush_all(self) -> None:
         marked, self._marked = self._marked, []
-        for flush in marked:
-            flush()
+        for answer in marked:
+            answer.flush()
 
 
 class StreamAnswer:
@@ -74,6 +73,7 @@ class StreamAnswer:
         self._continuous_usage = continuous_usage
         self._max_buffer_bytes = max_buffer_bytes
         self._last_bytes_timeout_s = last_bytes_timeout_s
+        self._is_plain = head.num_top_logprobs is None and not continuous_usage
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
         self._is_open = False
@@ -85,7 +85,7 @@ class StreamAnswer:
 
     def on_progress(self, index: int) -> None:
         if not self._dirty and self._is_open:
-            self._batcher.mark(self._flush)
+            self._batcher.mark(self)
         self._dirty[index] = None
         if not self._is_open and not self.first.done():
             self.first.set_result(None)
@@ -99,7 +99,7 @@ class StreamAnswer:
             return
         self._error = error
         if self._is_open:
-            self._batcher.mark(self._flush)
+            self._batcher.mark(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers, own the stream until its end; the generation never outlives this call."""
@@ -107,7 +107,7 @@ class StreamAnswer:
             self._connection.watch(self._on_lost)
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._is_open = True
-            self._flush()
+            self.flush()
             if await self._ended:
                 async with asyncio.timeout(self._last_bytes_timeout_s):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -127,15 +127,29 @@ class StreamAnswer:
         if not self._ended.done():
             self._ended.set_result(whole)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Format all that is new and write it at once."""
         if self._ended.done():
             return
-        if self._connection.buffered_bytes > self._max_buffer_bytes:
+        if self._connection.is_write_paused and self._connection.buffered_bytes > self._max_buffer_bytes:
             self._generation.cancel("slow_reader")
             self._connection.abort()
             self._end(whole=False)
-            return
+        elif self._is_plain and self._error is None and not self._is_completed and len(self._dirty) == 1:
+            self._flush_text(self._dirty.popitem()[0])
+        else:
+            self._flush_events()
+
+    def _flush_text(self, index: int) -> None:
+        """The way of nearly every token: new text of one choice and nothing else."""
+        choice = self._generation.choices[index]
+        if index not in self._started or choice.finish_reason is not None:
+            self._dirty[index] = None
+            self._flush_events()
+        elif text := choice.take_text():
+            self._connection.write_chunk(self._writer.plain_text(index, text))
+
+    def _flush_events(self) -> None:
         events: list[bytes] = []
         for index in self._dirty:
             self._add_choice_events(index, events)
@@ -154,13 +168,15 @@ class StreamAnswer:
     def _add_choice_events(self, index: int, events: list[bytes]) -> None:
         choice = self._generation.choices[index]
         usage = self._running_usage()
-        if self._head.is_chat and index not in self._started:
+        if index not in self._started:
             self._started.add(index)
-            events.append(self._writer.role(index, usage))
+            if self._head.is_chat:
+                events.append(self._writer.role(index, usage))
         text = choice.take_text()
         entries = choice.take_entries() if self._head.num_top_logprobs is not None else []
-        if text or entries:
-            events.append(self._writer.text(index, text, entries, usage))
+        token_ids = choice.take_ids() if choice.prompt_ids is not None else None
+        if text or entries or token_ids:
+            events.append(self._writer.text(index, text, entries, token_ids, usage))
         if choice.finish_reason is not None:
             events.append(self._writer.finish(index, choice, usage))
 

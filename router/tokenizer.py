@@ -50,8 +50,8 @@ def special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
 def load_tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> TextTokenizer:
     """Read ``tokenizer.json`` and the special tokens of ``tokenizer_config.json``; raises ``ModelError``.
 
-    Whether a BOS or EOS is added is the post-processor's say alone: as in transformers, ``add_bos_token`` does not count
-    beside a ``tokenizer.json``.
+    Whether a BOS or EOS is added is the post-processor's say alone: as in transformers, ``add_bos_token`` does not
+    count beside a ``tokenizer.json``.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -78,4 +78,3 @@ def _add_missing_special_tokens(tokenizer: Tokenizer, named: dict[str, str]) -> 
     missing = [AddedToken(content, special=True) for content in dict.fromkeys(named.values()) if content not in known]
     if missing:
         tokenizer.add_special_tokens(missing)
-

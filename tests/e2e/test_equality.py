@@ -25,10 +25,9 @@ def test_greedy_equals_transformers_cold_and_cached(pair: Cluster, reference: Re
     """X-pd-chunked-prefill-hang, X-pd-full-prefix-hit-d, PD-12, PD-24."""
     ids = prompt(length)
     expected = reference.greedy(ids, 20)
-    before = pair.metric_sum("twopool_kv_transfer_bytes_total")
+    before = pair.settled_metric("twopool_kv_transfer_bytes_total")
     assert pair.token_ids(ids, max_tokens=20) == expected
     moved = pair.wait_metric_above("twopool_kv_transfer_bytes_total", before)
-    assert (moved - before) % bytes_per_block() == 0
     assert moved - before == -(-length // BLOCK) * bytes_per_block()
     assert pair.token_ids(ids, max_tokens=20) == expected
     assert pair.token_ids(ids, max_tokens=20) == expected
@@ -85,7 +84,7 @@ def test_stop_and_eos_on_the_first_token(pair: Cluster, reference: Reference) ->
 def test_four_choices(pair: Cluster, reference: Reference) -> None:
     """PD-16, X-pd-n2-hang: one prefill, four choices that differ, reproducible by seed."""
     ids = prompt(100, seed=3)
-    before = pair.metric_sum("twopool_worker_prefill_tokens_total")
+    before = pair.settled_metric("twopool_worker_prefill_tokens_total")
     fields: dict[str, Any] = {"n": 4, "seed": 5, "temperature": 1.0, "max_tokens": 12, "return_token_ids": True}
     bodies = [pair.complete(ids, **fields) for _ in range(2)]
     choices = [[choice["token_ids"] for choice in body["choices"]] for body in bodies]
@@ -93,7 +92,7 @@ def test_four_choices(pair: Cluster, reference: Reference) -> None:
     assert len({tuple(tokens) for tokens in choices[0]}) == 4
     assert len({tokens[0] for tokens in choices[0]}) > 1
     assert bodies[0]["usage"]["completion_tokens"] == 48
-    assert pair.metric_sum("twopool_worker_prefill_tokens_total") - before < 2 * 100 + 20
+    assert pair.settled_metric("twopool_worker_prefill_tokens_total") - before < 2 * 100 + 20
     greedy = pair.complete(ids, n=3, max_tokens=12, return_token_ids=True)
     assert [choice["token_ids"] for choice in greedy["choices"]] == [reference.greedy(ids, 12)] * 3
 

@@ -172,11 +172,15 @@ class Cluster:
         """Sum of a metric over its labels."""
         return sum(value for key, value in self.metrics().items() if key == name or key.startswith(name + "{"))
 
+    def settled_metric(self, name: str) -> float:
+        """The sum of a worker's counter once a heartbeat has reported all that is over."""
+        time.sleep(0.7)
+        return self.metric_sum(name)
+
     def wait_metric_above(self, name: str, value: float, timeout_s: float = 5.0) -> float:
         """The sum of ``name`` once it exceeds ``value``: workers report with their heartbeats."""
         wait_for(lambda: self.metric_sum(name) > value, timeout_s, f"{name} > {value}")
-        time.sleep(0.6)  # one more heartbeat: what was still under way is in it
-        return self.metric_sum(name)
+        return self.settled_metric(name)
 
     def blocks(self, worker: str) -> dict[str, int]:
         """A worker's KV blocks by state."""

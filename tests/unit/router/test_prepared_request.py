@@ -111,7 +111,6 @@ def assert_refused(model: ModelInfo, fields: dict[str, Any], param: str) -> None
         ("structured_outputs", {"regex": "a"}),
         ("prompt_logprobs", 1),
         ("use_beam_search", True),
-        ("return_token_ids", True),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
         ("truncate_prompt_tokens", 5),
