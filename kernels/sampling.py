@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from twopool.kernels.backend import uses_triton
 from twopool.kernels.philox import gumbel_noise
 
 GREEDY_TEMPERATURE = 1e-3
@@ -115,14 +116,15 @@ def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None
     log_probs = torch.log_softmax(_select(logits, asking), dim=-1) if len(asking) else None
     _apply_mask(logits, batch)
 
-    tokens = logits.argmax(dim=-1)  # NaN counts as the largest
-    best = logits.gather(1, tokens[:, None])[:, 0]
-    bad = ~torch.isfinite(best).cpu().numpy()
-    drawing = np.flatnonzero(_is_random(rows) & ~bad)
-    if len(drawing):
-        index = torch.from_numpy(drawing).to(logits.device)
-        tokens[index] = _draw(_select(logits, drawing), best[index], rows[drawing])
-    token_ids = tokens.cpu().numpy()
+    if uses_triton(logits):
+        from twopool.kernels.gpu import sampling as gpu
+
+        drawn = gpu.draw(logits, rows, _is_random(rows))
+        tokens, (token_ids, is_bad) = drawn[0], drawn.cpu().numpy()
+        bad = is_bad.astype(np.bool_)
+    else:
+        tokens, bad = _draw_tokens(logits, rows)
+        token_ids = tokens.numpy()
     if log_probs is None:
         return Draws(token_ids, bad)
     return Draws(token_ids, bad, *_report(log_probs, tokens, asking, rows))
@@ -145,6 +147,20 @@ def _apply_penalties(logits: Tensor, batch: SamplingBatch) -> None:
         return
     vocab_size = logits.shape[1]
     lens = batch.history_lens.astype(np.int64)
+    if uses_triton(logits):
+        from twopool.kernels.gpu import sampling as gpu
+
+        params = batch.rows[batch.history_rows]
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        gpu.apply_penalties(
+            logits,
+            batch.history_rows.astype(np.int64),
+            np.column_stack([params[name] for name in names]),
+            lens,
+            batch.history_prompt_lens.astype(np.int64),
+            batch.history_ids,
+        )
+        return
     offsets = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
     is_output = offsets >= np.repeat(batch.history_prompt_lens, lens)
     known = batch.history_ids < vocab_size
@@ -174,6 +190,18 @@ def _apply_mask(logits: Tensor, batch: SamplingBatch) -> None:
     if known.any():
         where = (_to(batch.masked_rows[known], logits).long(), _to(batch.masked_ids[known], logits).long())
         logits[where] = -torch.inf
+
+
+def _draw_tokens(logits: Tensor, rows: npt.NDArray[np.void]) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+    """[R] int64 tokens, and [R] bool: rows without usable logits."""
+    tokens = logits.argmax(dim=-1)  # NaN counts as the largest
+    best = logits.gather(1, tokens[:, None])[:, 0]
+    bad = ~torch.isfinite(best).numpy()
+    drawing = np.flatnonzero(_is_random(rows) & ~bad)
+    if len(drawing):
+        index = torch.from_numpy(drawing)
+        tokens[index] = _draw(_select(logits, drawing), best[index], rows[drawing])
+    return tokens, bad
 
 
 def _draw(logits: Tensor, best: Tensor, rows: npt.NDArray[np.void]) -> Tensor:

@@ -97,8 +97,9 @@ def _attend(
         keys = tl.load(key_ptrs, mask=mask, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if SOFT_CAP:
-            bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * score_factor)) + 1.0)  # tanh
-            scores = bent * cap_factor
+            shrunk = tl.exp2(-tl.abs(scores * (2.0 * score_factor)))  # tanh(x) = (1 - e^-2x) / (1 + e^-2x), x >= 0
+            bent = (1.0 - shrunk) / (1.0 + shrunk) * cap_factor
+            scores = tl.where(scores < 0.0, -bent, bent)
         seen = (keys_at[None, :] <= positions[:, None]) & (keys_at[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         factor = 1.0 if SOFT_CAP else score_factor
