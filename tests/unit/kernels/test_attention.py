@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twopool.kernels.attention import _bucket
-from twopool_testing.attention_problem import Case, Problem
+from twopool_testing.attention_problem import LAYER, Case, Problem
 
 RAGGED = [(1, 1), (17, 17), (1, 400), (2, 2), (1, 16), (1, 17), (5, 37), (1, 33), (300, 700), (1, 64)]
 
