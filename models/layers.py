@@ -1,17 +1,25 @@
 """The weights of a decoder as the forward pass wants them: fused, converted, laid out for the device."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from twopool.kernels.linear import LinearWeight, pack_linear
 from twopool.models.config import DecoderConfig
-from twopool.models.weights import WeightFiles
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
+
+
+class TensorSource(Protocol):
+    """Where tensors come from, by the names checkpoints give them."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``, of any floating-point dtype, on any device."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def unused_tensors(config: DecoderConfig) -> frozenset[str]:
 
 def load_weights(
     config: DecoderConfig,
-    files: WeightFiles,
+    files: TensorSource,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -107,7 +115,7 @@ def load_weights(
 
 
 class _Reader:
-    def __init__(self, files: WeightFiles, dtype: torch.dtype, device: torch.device, deterministic_gemm: bool) -> None:
+    def __init__(self, files: TensorSource, dtype: torch.dtype, device: torch.device, deterministic_gemm: bool) -> None:
         self._files = files
         self._dtype = dtype
         self._device = device
