@@ -105,7 +105,7 @@ class WorkerHost:
         self.config = config
         self.worker_id = new_worker_id(role) if config.worker_id is None else WorkerId(config.worker_id)
         self.geometry = model.geometry
-        self.hold = HoldPoints(config.hold_seconds)
+        self.hold = HoldPoints(config.hold_points)
         self.transfer_stats = TransferStats()
         self.pool = BlockPool(
             model.geometry.num_blocks - NUM_RESERVED_BLOCKS,
@@ -306,18 +306,18 @@ def _executor(model: LoadedModel, hold: HoldPoints) -> StepExecutor:
     runner = ModelRunner(model.decoder, model.kv_pool)
     runner.warm_up()
     executor = ThreadExecutor(runner.run)
-    return _HoldingExecutor(executor, hold.seconds("running")) if hold.seconds("running") else executor
+    return _HoldingExecutor(executor, hold) if hold.is_active else executor
 
 
 class _HoldingExecutor:
-    """Tests only: every step starts late, so that requests stay in RUNNING."""
+    """Tests only: steps start late while RUNNING is held."""
 
-    def __init__(self, executor: StepExecutor, seconds: float) -> None:
+    def __init__(self, executor: StepExecutor, hold: HoldPoints) -> None:
         self._executor = executor
-        self._seconds = seconds
+        self._hold = hold
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(self._hold.seconds("running"))
         return await self._executor.execute(plan)
 
     def close(self) -> None:

@@ -144,10 +144,8 @@ class WorkerConfig(LinkConfig):
     ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
     pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
     drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
-    hold_points: tuple[str, ...] = flag(
-        (),
-        "tests only: STATE=SECONDS,... holds requests in a state of the automaton",
-        parse=comma_list,
+    hold_points: Path | None = flag(
+        None, "tests only: file of STATE=SECONDS lines, to hold requests in states of the automata", parse=Path
     )
 
     def __post_init__(self) -> None:
@@ -186,13 +184,6 @@ class WorkerConfig(LinkConfig):
         for address in self.router:
             host, _ = parse_tcp_address(address, param="--router")
             _check_key("--router", host, self.cluster_key)
-        for hold in self.hold_points:
-            _check_hold_point(hold)
-
-    @property
-    def hold_seconds(self) -> dict[str, float]:
-        """State name → seconds to hold a request there (tests only)."""
-        return {name: float(seconds) for name, _, seconds in (h.partition("=") for h in self.hold_points)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,13 +256,3 @@ def _check_key(name: str, host: str, cluster_key: Path | None) -> None:
             f"{name} {host}: an address that is not loopback needs --cluster-key (make one with `twopool keygen FILE`)",
             param="--cluster-key",
         )
-
-
-def _check_hold_point(hold: str) -> None:
-    name, _, seconds = hold.partition("=")
-    try:
-        valid = bool(name) and float(seconds) >= 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ConfigError(f"--hold-points {hold}: expected STATE=SECONDS", param="--hold-points")

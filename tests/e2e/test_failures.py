@@ -40,55 +40,54 @@ def prompt(seed: int, length: int = 100) -> list[int]:
     return random.Random(seed).choices(range(3, 360), k=length)
 
 
-def hold_flags(state: str) -> tuple[str, ...]:
-    # In RUNNING each step is held, so that a request of twelve tokens spans the kill.
-    seconds = 0.1 if state == "running" else HOLD_S
-    return ("--hold-points", f"{state}={seconds}")
+@pytest.fixture(scope="module")
+def three(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and two decode workers."""
+    folder = tmp_path_factory.mktemp("three")
+    with running_cluster(tiny_model, folder, decode=2, worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS) as cluster:
+        yield cluster
 
 
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 @pytest.mark.parametrize(("holder", "state"), STATES, ids=[f"{holder}-{state}" for holder, state in STATES])
 def test_kill_either_worker_in_each_state(
-    tiny_model: Path, reference: Reference, tmp_path: Path, holder: str, state: str
+    three: Cluster, reference: Reference, holder: str, state: str, victim: str
 ) -> None:
     """PD-03, X-pd-prefill-death-recover, X-pd-decode-dispatch-fails, X-pd-prefill-fail-silent-hang."""
-    flags = {holder: hold_flags(state)}
-    with running_cluster(
-        tiny_model,
-        tmp_path,
-        decode=2,
-        worker_flags=WORKER_FLAGS,
-        router_flags=ROUTER_FLAGS,
-        flags=flags,
-    ) as cluster:
-        for round_number, victim in enumerate(("decode-0", "prefill-0")):
-            survivors = {name: process.pid for name, process in cluster.workers.items() if name != victim}
-            prompts = [prompt(10 * round_number + i) for i in range(2)]
-            with ThreadPoolExecutor(2) as pool:
-                started = time.monotonic()
-                answers = [pool.submit(cluster.token_ids, ids, max_tokens=NUM_TOKENS) for ids in prompts]
-                time.sleep(0.4)
-                cluster.kill_worker(victim)
-                for ids, answer in zip(prompts, answers, strict=True):
-                    assert answer.result(timeout=30) == reference.greedy(ids, NUM_TOKENS)
-                assert time.monotonic() - started < END_WITHIN_S
-            cluster.assert_balanced()
-            assert {name: process.pid for name, process in cluster.workers.items()} == survivors
-            assert all(process.is_running() for process in cluster.workers.values())
-            cluster.start_worker(victim, *flags.get(victim, ()))
-            cluster.wait_ready()
-        ids = prompt(99)
-        assert cluster.token_ids(ids, max_tokens=NUM_TOKENS) == reference.greedy(ids, NUM_TOKENS)
-        cluster.assert_balanced()
+    # In RUNNING each step is held, so that a request of twelve tokens spans the kill.
+    three.hold(holder, **{state: 0.1 if state == "running" else HOLD_S})
+    survivors = {name: process.pid for name, process in three.workers.items() if name != victim}
+    prompts = [prompt(seed_of(holder, state, victim) + i) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        started = time.monotonic()
+        answers = [pool.submit(three.token_ids, ids, max_tokens=NUM_TOKENS) for ids in prompts]
+        time.sleep(0.4)
+        three.kill_worker(victim)
+        for ids, answer in zip(prompts, answers, strict=True):
+            assert answer.result(timeout=30) == reference.greedy(ids, NUM_TOKENS)
+        assert time.monotonic() - started < END_WITHIN_S
+    three.hold(holder)
+    three.assert_balanced()
+    assert {name: process.pid for name, process in three.workers.items()} == survivors
+    assert all(process.is_running() for process in three.workers.values())
+    three.start_worker(victim)
+    three.wait_metric("twopool_workers_ready", 3)
+    ids = prompt(99)
+    assert three.token_ids(ids, max_tokens=NUM_TOKENS) == reference.greedy(ids, NUM_TOKENS)
+    three.assert_balanced()
+
+
+def seed_of(*parts: str) -> int:
+    """A seed that differs by test and not by run."""
+    return sum(ord(letter) * (i + 1) for i, letter in enumerate(" ".join(parts))) * 10
 
 
 @pytest.fixture(scope="module")
 def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One pair whose decode steps take 50 ms, so that there is a middle of a stream."""
-    flags = {"decode-0": ("--hold-points", "running=0.05")}
     folder = tmp_path_factory.mktemp("slow")
-    with running_cluster(
-        tiny_model, folder, worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS, flags=flags
-    ) as cluster:
+    with running_cluster(tiny_model, folder, worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS) as cluster:
+        cluster.hold("decode-0", running=0.05)
         yield cluster
 
 
@@ -109,7 +108,7 @@ def test_losing_the_only_decode_worker_mid_stream_is_told(slow: Cluster) -> None
     assert response.status_code == 503 and response.headers["retry-after"]
     assert response.json()["error"]["message"]
     slow.assert_balanced()
-    slow.start_worker("decode-0", "--hold-points", "running=0.05")
+    slow.start_worker("decode-0")
     slow.wait_ready()
 
 
@@ -129,8 +128,8 @@ def test_a_client_that_leaves_frees_everything(slow: Cluster, when: str) -> None
 
 def test_many_clients_that_leave_during_the_transfer(tiny_model: Path, reference: Reference, tmp_path: Path) -> None:
     """PD-02, X-pd-cancel-during-transfer: freed blocks are never written by a late READ, and nothing leaks."""
-    flags = {"decode-0": ("--hold-points", "fetching=0.3,confirming=0.1")}
-    with running_cluster(tiny_model, tmp_path, worker_flags=WORKER_FLAGS, flags=flags) as cluster:
+    with running_cluster(tiny_model, tmp_path, worker_flags=WORKER_FLAGS) as cluster:
+        cluster.hold("decode-0", fetching=0.3, confirming=0.1)
 
         def leave(seed: int) -> None:
             body = {"model": "m", "prompt": prompt(seed, 200), "max_tokens": 5, "stream": True}
@@ -192,8 +191,8 @@ def test_a_stopped_decode_worker_catches_up_or_is_replaced(
 
 def test_sigterm_drains(tiny_model: Path, reference: Reference, tmp_path: Path) -> None:
     """Running requests finish, the process ends with status 0."""
-    flags = {"decode-0": ("--hold-points", "running=0.05")}
-    with running_cluster(tiny_model, tmp_path, decode=2, worker_flags=WORKER_FLAGS, flags=flags) as cluster:
+    with running_cluster(tiny_model, tmp_path, decode=2, worker_flags=WORKER_FLAGS) as cluster:
+        cluster.hold("decode-0", running=0.05)
         prompts = [prompt(i) for i in range(4)]
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(cluster.token_ids, ids, max_tokens=20) for ids in prompts]

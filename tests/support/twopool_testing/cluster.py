@@ -103,11 +103,17 @@ class Cluster:
     def start_worker(self, name: str, *flags: str, wait: bool = True) -> Process:
         role = name.split("-", maxsplit=1)[0]
         common = ["--model", str(self.model), "--router", self.router.announced["control"], "--worker-id", name]
-        command = [role, *common, "--dtype", "float32", "--num-threads", "1", *self.worker_flags, *flags]
+        common += ["--dtype", "float32", "--num-threads", "1", "--hold-points", str(self.folder / f"{name}.hold")]
+        command = [role, *common, *self.worker_flags, *flags]
         process = self.workers[name] = Process(command, self.folder / f"{name}.log")
         if wait:
             process.wait_announced()
         return process
+
+    def hold(self, worker: str, **seconds: float) -> None:
+        """From now on hold requests of ``worker`` in these states, and in no others."""
+        lines = "".join(f"{state}={value}\n" for state, value in seconds.items())
+        (self.folder / f"{worker}.hold").write_text(lines)
 
     def kill_worker(self, name: str) -> None:
         self.workers.pop(name).kill()
@@ -144,9 +150,7 @@ class Cluster:
                 raise AssertionError(response.text)
             failed = False
             done = False
-            for line in response.iter_lines():
-                if not line:
-                    continue
+            for line in _lines(response):
                 assert line.startswith("data: "), line
                 if line == "data: [DONE]":
                     done = True
@@ -155,7 +159,9 @@ class Cluster:
                 event = cast(dict[str, Any], json.loads(line.removeprefix("data: ")))
                 failed = failed or "error" in event
                 yield event
-            assert done or failed, "the stream ended without [DONE] or an error"
+                if failed:  # the connection ends without the end of the body, so that no client takes it for whole
+                    return
+            assert done, "the stream ended without [DONE] or an error"
 
     # --- figures ---
 
@@ -171,6 +177,10 @@ class Cluster:
     def metric_sum(self, name: str) -> float:
         """Sum of a metric over its labels."""
         return sum(value for key, value in self.metrics().items() if key == name or key.startswith(name + "{"))
+
+    def wait_metric(self, name: str, value: float, timeout_s: float = 20.0) -> None:
+        """Until the sum of ``name`` over its labels is ``value``."""
+        wait_for(lambda: self.metric_sum(name) == value, timeout_s, f"{name} = {value}")
 
     def settled_metric(self, name: str) -> float:
         """The sum of a worker's counter once a heartbeat has reported all that is over."""
@@ -201,6 +211,10 @@ class Cluster:
             return all(set(c) == set(BLOCK_STATES) and not any(c[s] for s in BLOCK_STATES[2:]) for c in counts)
 
         wait_for(idle, within_s, lambda: f"blocks to balance: { {n: self.blocks(n) for n in self.workers} }")
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    return (line for line in response.iter_lines() if line)
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ class Scene:
             link=cast(SourceLink, self.link),
             pool=self.pool,
             transport=cast(KvTransport, self.transport),
-            hold=HoldPoints({}),
+            hold=HoldPoints(None),
             on_fetched=lambda report: None,
         )
         self.task = asyncio.ensure_future(self.handover.run())

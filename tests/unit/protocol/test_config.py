@@ -32,12 +32,12 @@ def test_flags_are_read() -> None:
     config = parse(
         DecodeConfig,
         *("--model", "m", "--router", "127.0.0.1:1,[::1]:2", "--block-size", "32"),
-        *("--no-enable-prefix-caching", "--hold-points", "queued=1.5,fetching=2"),
+        *("--no-enable-prefix-caching", "--hold-points", "file"),
     )
     assert isinstance(config, WorkerConfig)
     assert config.router == ("127.0.0.1:1", "[::1]:2")
     assert (config.block_size, config.enable_prefix_caching) == (32, False)
-    assert config.hold_seconds == {"queued": 1.5, "fetching": 2.0}
+    assert config.hold_points == Path("file")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,6 @@ def test_flags_are_read() -> None:
         (("--router", ""), "--router", ""),
         (("--host", "0.0.0.0"), "--host", "0.0.0.0"),
         (("--router", "10.0.0.1:80"), "--router", "10.0.0.1"),
-        (("--hold-points", "queued"), "--hold-points", "queued"),
         (("--num-threads", "-1"), "--num-threads", "-1"),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size", "2"),
     ],
