@@ -16,7 +16,7 @@ install_twopool() {
         "$python" -m venv "$venv"
     fi
     stamp=$venv/.twopool-installed$extras
-    wanted="$root $(cksum <"$root/pyproject.toml")"
+    wanted="$root $(cat "$root/pyproject.toml" "$root/setup.py" "$root"/kernels/native/* | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "Installing twopool$extras into $venv" >&2
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root$extras" >&2

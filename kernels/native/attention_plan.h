@@ -1,0 +1,33 @@
+// Which attention tasks a step has: the same for every layer with the same window.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "batch.h"
+#include "memory.h"
+#include "ops.h"
+
+namespace twopool {
+
+class AttentionPlan {
+ public:
+  // Tasks are cut finer when there are too few to keep `num_threads` busy; that does not alter a bit of their results.
+  AttentionPlan(const ModelShape& shape, const StepBatch& batch, int64_t window, int num_threads);
+
+  const std::vector<AttentionTask>& tasks() const { return tasks_; }  // the longest first
+
+ private:
+  void add_sequence(const ModelShape& shape, const StepBatch& batch, int64_t sequence, int64_t first_token,
+                    int64_t window);
+  void cut_by_split(int head_dim);
+
+  std::vector<AttentionTask> tasks_;
+  std::vector<PartialSums> partials_;
+  std::unique_ptr<std::atomic<int>[]> num_done_;
+  HugeBuffer memory_;
+};
+
+}  // namespace twopool

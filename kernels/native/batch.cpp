@@ -1,0 +1,64 @@
+#include "batch.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace twopool {
+namespace {
+
+constexpr int64_t kMaxRows = int64_t{1} << 24;
+constexpr int64_t kMaxBlockSize = 4096;
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+void require_below(const int64_t* values, int64_t n, int64_t limit, const char* name) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (values[i] >= 0 && values[i] < limit) continue;
+    throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(values[i]) +
+                                ", not in 0 ... " + std::to_string(limit - 1));
+  }
+}
+
+void check_sizes(const StepBatch& b) {
+  const bool rows = b.num_rows >= 0 && b.num_rows <= kMaxRows && b.num_logit_rows >= 0 && b.num_logit_rows <= kMaxRows;
+  require(rows && b.num_sequences >= 0 && b.num_sequences <= b.num_rows, "a count of the batch is out of range");
+  require(b.block_size >= 16 && b.block_size <= kMaxBlockSize && (b.block_size & (b.block_size - 1)) == 0,
+          "block_size must be a power of two from 16 to 4096");
+  require(b.num_blocks >= 1 && b.num_blocks < (int64_t{1} << 31), "num_blocks is out of range");
+  require(b.max_blocks >= 0 && b.rope_rows >= 0, "a size of the batch is negative");
+}
+
+void check_sequences(const StepBatch& b) {
+  int64_t row = 0;
+  for (int64_t s = 0; s < b.num_sequences; ++s) {
+    const int64_t query_len = b.query_lens[s], context_len = b.context_lens[s];
+    require(query_len >= 1 && query_len <= context_len, "a sequence has no rows, or more rows than context");
+    require(query_len <= b.num_rows - row, "the sequences have more rows than the batch");
+    const int64_t num_blocks = (context_len + b.block_size - 1) / b.block_size;
+    require(num_blocks <= b.max_blocks, "a sequence is longer than its block table");
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const int32_t block = b.block_tables[s * b.max_blocks + i];
+      require(block >= 0 && block < b.num_blocks, "a block table names a block that is not in the pool");
+    }
+    for (int64_t i = 0; i < query_len; ++i) {
+      require(b.positions[row + i] == context_len - query_len + i, "positions do not end at the sequence's context");
+    }
+    row += query_len;
+  }
+  require(row == b.num_rows, "the sequences have fewer rows than the batch");
+}
+
+}  // namespace
+
+void check_batch(const ModelShape& shape, const StepBatch& b) {
+  check_sizes(b);
+  require_below(b.token_ids, b.num_rows, shape.vocab_size, "token_ids");
+  require_below(b.positions, b.num_rows, b.rope_rows, "positions");
+  require_below(b.slots, b.num_rows, b.num_blocks * b.block_size, "slots");
+  require_below(b.logit_rows, b.num_logit_rows, b.num_rows, "logit_rows");
+  check_sequences(b);
+}
+
+}  // namespace twopool

@@ -1,0 +1,32 @@
+// The arguments of one step, and whether they may be trusted.
+#pragma once
+
+#include <cstdint>
+
+#include "model.h"
+
+namespace twopool {
+
+// What Python hands over; arrays as in models/batch.py. Mirrored in kernels/native_step.py.
+struct StepBatch {
+  int64_t num_rows, num_sequences, num_logit_rows;
+  const int64_t* token_ids;      // [num_rows]
+  const int64_t* positions;      // [num_rows]
+  const int64_t* slots;          // [num_rows]
+  const int32_t* query_lens;     // [num_sequences]
+  const int32_t* context_lens;   // [num_sequences]
+  const int32_t* block_tables;   // [num_sequences][max_blocks]
+  int64_t max_blocks;
+  const int64_t* logit_rows;     // [num_logit_rows]
+  const float* cos;              // [rope_rows][head_dim / 2]
+  const float* sin;
+  int64_t rope_rows;
+  void* kv_pool;                 // [num_blocks][num_kv_heads][num_layers][2][block_size][head_dim]
+  int64_t num_blocks, block_size;
+  float* logits;                 // [num_logit_rows][vocab_size]
+};
+
+// Throws std::invalid_argument for anything that would read or write out of bounds.
+void check_batch(const ModelShape& shape, const StepBatch& batch);
+
+}  // namespace twopool

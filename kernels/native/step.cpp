@@ -1,0 +1,198 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+namespace twopool {
+namespace {
+
+constexpr int64_t kRowsATask = 4;      // of cheap operations
+constexpr int64_t kMaxPanelsATask = 4;
+constexpr int64_t kGemmTasksAThread = 8;
+constexpr int64_t kCacheWays = 1024;   // bytes: strides of a multiple of it crowd a few sets of the cache
+
+}  // namespace
+
+void StepRunner::Rows::reserve(int64_t num_rows, int64_t width, int64_t element) {
+  stride = round_up(width, kInnerUnit);
+  if (stride * element % kCacheWays == 0) stride += kInnerUnit;
+  memory.reserve(static_cast<size_t>(round_up(num_rows, kRowUnit) * stride * element));
+}
+
+void StepRunner::reserve(int64_t num_rows) {
+  const int64_t element = element_bytes(shape_.dtype);
+  constexpr int64_t kFloat = sizeof(float);
+  residual_.reserve(num_rows, shape_.hidden_size, kFloat);
+  normed_.reserve(num_rows, shape_.hidden_size, element);
+  qkv_.reserve(num_rows, shape_.qkv_size(), kFloat);
+  attended_.reserve(num_rows, shape_.query_size(), element);
+  gated_.reserve(num_rows, shape_.intermediate_size, element);
+  queries_.stride = shape_.query_size();
+  queries_.memory.reserve(static_cast<size_t>(num_rows * queries_.stride * element));
+  wanted_residual_.reserve(batch_->num_logit_rows, shape_.hidden_size, kFloat);
+  wanted_attended_.reserve(batch_->num_logit_rows, shape_.query_size(), element);
+  scratch_.resize(static_cast<size_t>(pool_.num_threads()));
+  for (HugeBuffer& scratch : scratch_) scratch.reserve(ops_.attention_scratch_bytes(shape_.head_dim));
+}
+
+void StepRunner::run(const StepBatch& batch) {
+  check_batch(shape_, batch);
+  batch_ = &batch;
+  if (batch.num_rows == 0) return;
+  reserve(std::max(batch.num_rows, batch.num_logit_rows));
+  plans_.clear();
+  for (int64_t window : std::set<int64_t>(shape_.windows.begin(), shape_.windows.end())) {
+    plans_.try_emplace(window, shape_, batch, window, pool_.num_threads());
+  }
+  pool_.run([this](int thread) { walk(thread); });
+}
+
+void StepRunner::walk(int thread) {
+  const int64_t num_rows = batch_->num_rows, num_wanted = batch_->num_logit_rows;
+  const int64_t hidden = shape_.hidden_size;
+  embed();
+  for (int l = 0; l < shape_.num_layers; ++l) {
+    const LayerWeights& layer = model_.layers()[static_cast<size_t>(l)];
+    const bool last = l + 1 == shape_.num_layers;
+    normalise(layer.input_norm, num_rows);
+    multiply(layer.qkv, normed_, num_rows, Epilogue::kStore, qkv_.memory.as<void>(), qkv_.stride, shape_.qkv_size());
+    rotate(l);
+    if (last && num_wanted == 0) return;  // the cache is filled, nothing else is asked for
+    attend(l, thread);
+    if (last) gather_wanted();
+    const int64_t rows = last ? num_wanted : num_rows;
+    float* residual = residual_.memory.as<float>();
+    multiply(layer.output, attended_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
+    normalise(layer.post_attention_norm, rows);
+    multiply(layer.gate_up, normed_, rows, Epilogue::kGated, gated_.memory.as<void>(), gated_.stride,
+             layer.gate_up.num_panels * kPanelCols);
+    multiply(layer.down, gated_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
+  }
+  normalise(model_.final_norm(), num_wanted);
+  multiply(model_.head(), normed_, num_wanted, Epilogue::kStore, batch_->logits, shape_.vocab_size, shape_.vocab_size);
+}
+
+template <typename Body>
+void StepRunner::for_rows(int64_t num_rows, const Body& body) {
+  pool_.for_each((num_rows + kRowsATask - 1) / kRowsATask, [&](int64_t task) {
+    const int64_t end = std::min(num_rows, (task + 1) * kRowsATask);
+    for (int64_t row = task * kRowsATask; row < end; ++row) body(row);
+  });
+}
+
+void StepRunner::embed() {
+  const int64_t row_bytes = shape_.hidden_size * element_bytes(shape_.dtype);
+  for_rows(batch_->num_rows, [&](int64_t row) {
+    ops_.embed(model_.embedding() + batch_->token_ids[row] * row_bytes, shape_.hidden_size,
+               residual_.memory.as<float>() + row * residual_.stride);
+  });
+}
+
+void StepRunner::normalise(const std::vector<float>& weight, int64_t num_rows) {
+  const int64_t out_bytes = normed_.stride * element_bytes(shape_.dtype);
+  for_rows(num_rows, [&](int64_t row) {
+    ops_.norm({residual_.memory.as<float>() + row * residual_.stride, weight.data(),
+               static_cast<int>(shape_.hidden_size), shape_.eps, normed_.memory.as<uint8_t>() + row * out_bytes});
+  });
+}
+
+void StepRunner::multiply(const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
+                          int64_t out_stride, int64_t num_cols) {
+  const int64_t element = element_bytes(shape_.dtype), out_element = epilogue == Epilogue::kGated ? element : 4;
+  const int64_t out_panel = epilogue == Epilogue::kGated ? kPanelCols / 2 : kPanelCols;
+  const int64_t num_blocks = (num_rows + kTaskRows - 1) / kTaskRows;
+  const int64_t wanted = num_blocks * matrix.num_panels / (pool_.num_threads() * kGemmTasksAThread);
+  const int64_t panels_a_task = std::clamp<int64_t>(wanted, 1, kMaxPanelsATask);
+  const int64_t num_groups = (matrix.num_panels + panels_a_task - 1) / panels_a_task;
+  const int64_t panel_bytes = kPanelCols * matrix.padded_inner * element;
+  // Neighbouring tasks share their rows, which stay in the cache, while the weights stream by.
+  pool_.for_each(num_blocks * num_groups, [&](int64_t index) {
+    const int64_t row = index / num_groups * kTaskRows, panel = index % num_groups * panels_a_task;
+    GemmTask task = {};
+    task.rows = rows.memory.as<uint8_t>() + row * rows.stride * element;
+    task.row_stride = rows.stride;
+    task.num_rows = static_cast<int>(std::min<int64_t>(kTaskRows, num_rows - row));
+    task.panels = matrix.panels + panel * panel_bytes;
+    task.num_panels = static_cast<int>(std::min(panels_a_task, matrix.num_panels - panel));
+    task.inner = matrix.padded_inner;
+    task.bias = matrix.bias.empty() ? nullptr : matrix.bias.data() + panel * kPanelCols;
+    task.epilogue = epilogue;
+    task.activation = shape_.activation;
+    task.out = static_cast<uint8_t*>(out) + (row * out_stride + panel * out_panel) * out_element;
+    task.out_stride = out_stride;
+    task.num_cols = num_cols - panel * kPanelCols;
+    ops_.gemm(task);
+  });
+}
+
+uint8_t* StepRunner::pool_layer(int64_t block, int layer) const {
+  const int64_t layer_elements = 2 * batch_->block_size * shape_.head_dim;
+  const int64_t offset = block * shape_.num_kv_heads * kv_head_stride() + layer * layer_elements;
+  return static_cast<uint8_t*>(batch_->kv_pool) + offset * element_bytes(shape_.dtype);
+}
+
+void StepRunner::rotate(int layer) {
+  const LayerWeights& weights = model_.layers()[static_cast<size_t>(layer)];
+  const int64_t element = element_bytes(shape_.dtype), half = shape_.head_dim / 2;
+  for_rows(batch_->num_rows, [&](int64_t row) {
+    const int64_t block = batch_->slots[row] / batch_->block_size, offset = batch_->slots[row] % batch_->block_size;
+    RotateTask task = {};
+    task.qkv = qkv_.memory.as<float>() + row * qkv_.stride;
+    task.cos = batch_->cos + batch_->positions[row] * half;
+    task.sin = batch_->sin + batch_->positions[row] * half;
+    task.q_norm = weights.query_norm.empty() ? nullptr : weights.query_norm.data();
+    task.k_norm = weights.key_norm.empty() ? nullptr : weights.key_norm.data();
+    task.eps = shape_.eps;
+    task.num_heads = shape_.num_heads;
+    task.num_kv_heads = shape_.num_kv_heads;
+    task.head_dim = shape_.head_dim;
+    task.queries = queries_.memory.as<uint8_t>() + row * queries_.stride * element;
+    uint8_t* keys = pool_layer(block, layer) + offset * shape_.head_dim * element;
+    task.keys = keys;
+    task.values = keys + batch_->block_size * shape_.head_dim * element;
+    task.kv_head_stride = kv_head_stride();
+    ops_.rotate(task);
+  });
+}
+
+void StepRunner::attend(int layer, int thread) {
+  AttentionLayer shared = {};
+  shared.queries = queries_.memory.as<void>();
+  shared.out = attended_.memory.as<void>();
+  shared.out_stride = attended_.stride;
+  shared.pool = pool_layer(0, layer);
+  shared.block_stride = shape_.num_kv_heads * kv_head_stride();
+  shared.kv_head_stride = kv_head_stride();
+  shared.block_size = static_cast<int>(batch_->block_size);
+  shared.num_heads = shape_.num_heads;
+  shared.num_kv_heads = shape_.num_kv_heads;
+  shared.head_dim = shape_.head_dim;
+  shared.scale = shape_.attention_scale;
+  shared.window = shape_.windows[static_cast<size_t>(layer)];
+  const std::vector<AttentionTask>& tasks = plans_.at(shared.window).tasks();
+  void* scratch = scratch_[static_cast<size_t>(thread)].as<void>();
+  pool_.for_each(static_cast<int64_t>(tasks.size()),
+                 [&](int64_t i) { ops_.attend(shared, tasks[static_cast<size_t>(i)], scratch); });
+}
+
+// After the last layer's attention only the wanted rows go on.
+void StepRunner::gather_wanted() {
+  const size_t residual_bytes = static_cast<size_t>(residual_.stride) * sizeof(float);
+  const size_t attended_bytes = static_cast<size_t>(attended_.stride * element_bytes(shape_.dtype));
+  const auto copy = [](const Rows& from, const Rows& to, int64_t source, int64_t target, size_t row_bytes) {
+    std::memcpy(to.memory.as<uint8_t>() + static_cast<size_t>(target) * row_bytes,
+                from.memory.as<uint8_t>() + static_cast<size_t>(source) * row_bytes, row_bytes);
+  };
+  for_rows(batch_->num_logit_rows, [&](int64_t i) {
+    copy(residual_, wanted_residual_, batch_->logit_rows[i], i, residual_bytes);
+    copy(attended_, wanted_attended_, batch_->logit_rows[i], i, attended_bytes);
+  });
+  // A second pass, as a row may be wanted in another's place.
+  for_rows(batch_->num_logit_rows, [&](int64_t i) {
+    copy(wanted_residual_, residual_, i, i, residual_bytes);
+    copy(wanted_attended_, attended_, i, i, attended_bytes);
+  });
+}
+
+}  // namespace twopool

@@ -1,0 +1,63 @@
+// A step as one program: every layer walked in a single parallel region.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "attention_plan.h"
+#include "batch.h"
+#include "memory.h"
+#include "model.h"
+#include "thread_pool.h"
+
+namespace twopool {
+
+class StepRunner {
+ public:
+  StepRunner(const Model& model, ThreadPool* pool) : model_(model), shape_(model.shape()), ops_(model.ops()), pool_(*pool) {}
+
+  // Writes the rows' K and V into the pool and the wanted logits. Throws std::invalid_argument and std::bad_alloc.
+  void run(const StepBatch& batch);
+
+ private:
+  // Rows of elements or floats with their distance.
+  struct Rows {
+    HugeBuffer memory;
+    int64_t stride = 0;  // elements
+
+    void reserve(int64_t num_rows, int64_t width, int64_t element);
+  };
+
+  void reserve(int64_t num_rows);
+  void walk(int thread);
+  void embed();
+  void normalise(const std::vector<float>& weight, int64_t num_rows);
+  void multiply(const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
+                int64_t out_stride, int64_t num_cols);
+  void rotate(int layer);
+  void attend(int layer, int thread);
+  void gather_wanted();
+  template <typename Body>
+  void for_rows(int64_t num_rows, const Body& body);
+
+  uint8_t* pool_layer(int64_t block, int layer) const;
+  int64_t kv_head_stride() const { return shape_.num_layers * 2 * batch_->block_size * shape_.head_dim; }
+
+  const Model& model_;
+  const ModelShape& shape_;
+  const OpTable& ops_;
+  ThreadPool& pool_;
+  const StepBatch* batch_ = nullptr;
+  std::map<int64_t, AttentionPlan> plans_;  // by window
+  Rows residual_;  // float [rows][hidden_size]
+  Rows normed_;    // T [rows][hidden_size]
+  Rows qkv_;       // float [rows][qkv_size]
+  Rows queries_;   // T [rows][query_size]
+  Rows attended_;  // T [rows][query_size]
+  Rows gated_;     // T [rows][intermediate_size]
+  Rows wanted_residual_, wanted_attended_;  // the rows whose logits are wanted
+  std::vector<HugeBuffer> scratch_;         // one a thread
+};
+
+}  // namespace twopool

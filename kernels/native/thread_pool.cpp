@@ -1,0 +1,116 @@
+#include "thread_pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <utility>
+
+namespace twopool {
+namespace {
+
+// Within a step the others are rarely more than one task away: some tens of microseconds.
+constexpr int kBarrierSpins = 1500;
+// Between steps Python draws tokens, for longer than it is decent to spin.
+constexpr int kIdleSpins = 200;
+
+long futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, nullptr, nullptr, 0);
+}
+
+// The CPU state that changes results: denormals are zero in every thread of a step, as the bf16 instructions have it.
+class FlushDenormals {
+ public:
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  const unsigned saved_;
+};
+
+}  // namespace
+
+void WaitWord::wait_while(uint32_t old, int num_spins) {
+  for (int i = 0; i < num_spins; ++i) {
+    if (load() != old) return;
+    _mm_pause();
+  }
+  num_sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while (value_.load(std::memory_order_seq_cst) == old) futex(&value_, FUTEX_WAIT_PRIVATE, old);
+  num_sleepers_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void WaitWord::advance() {
+  value_.fetch_add(1, std::memory_order_seq_cst);
+  if (num_sleepers_.load(std::memory_order_seq_cst) > 0) futex(&value_, FUTEX_WAKE_PRIVATE, INT_MAX);
+}
+
+ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus) : num_threads_(num_threads), cpus_(std::move(cpus)) {
+  threads_.reserve(static_cast<size_t>(num_threads - 1));
+  for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { worker(thread); });
+}
+
+ThreadPool::~ThreadPool() {
+  stopping_.store(true);
+  region_round_.advance();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void ThreadPool::run(const std::function<void(int)>& region) {
+  static thread_local const ThreadPool* pinned_for = nullptr;
+  if (!cpus_.empty() && pinned_for != this) {
+    pin(0);
+    pinned_for = this;
+  }
+  const FlushDenormals flush;
+  region_ = &region;
+  next_task_.store(0, std::memory_order_relaxed);
+  region_round_.advance();
+  region(0);
+  barrier();
+}
+
+void ThreadPool::worker(int thread) {
+  pin(thread);
+  const FlushDenormals flush;
+  uint32_t round = 0;
+  while (true) {
+    region_round_.wait_while(round, kIdleSpins);
+    ++round;  // the caller cannot start another region before this thread has finished this one
+    if (stopping_.load()) return;
+    (*region_)(thread);
+    barrier();
+  }
+}
+
+void ThreadPool::barrier() {
+  if (num_threads_ == 1) {
+    next_task_.store(0, std::memory_order_relaxed);
+    return;
+  }
+  const uint32_t round = barrier_round_.load();
+  if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
+    num_arrived_.store(0, std::memory_order_relaxed);
+    next_task_.store(0, std::memory_order_relaxed);
+    barrier_round_.advance();
+  } else {
+    barrier_round_.wait_while(round, kBarrierSpins);
+  }
+}
+
+void ThreadPool::pin(int thread) const {
+  if (cpus_.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<size_t>(cpus_[static_cast<size_t>(thread)]), &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // checked when the pool was asked for
+}
+
+}  // namespace twopool

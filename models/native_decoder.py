@@ -1,0 +1,203 @@
+"""The decoder on the native CPU step: `models.decoder.Decoder`'s interface, another implementation."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twopool.kernels.native_step import (
+    MatrixKind,
+    NativeStep,
+    StepShape,
+    VectorKind,
+    native_available,
+    unsupported_reason,
+)
+from twopool.models.batch import ForwardBatch
+from twopool.models.config import DecoderConfig
+from twopool.models.layers import expected_tensors, unused_tensors
+from twopool.models.rope import RotaryTable
+from twopool.models.weights import WeightFiles
+
+_ROPE_CHUNK = 1024
+_GATES_IN_TURN = 16
+
+
+class NativeDecoder:
+    """A decoder whose forward pass is one native call. Several pools may be served; one thread at a time may call it.
+
+    For one ``isa`` the logits of a position have the same bits whatever the batch, the chunks, the cache hits and the
+    number of threads. Another instruction set, or the torch decoder, rounds otherwise.
+    """
+
+    def __init__(self, config: DecoderConfig, step: NativeStep, *, weights_fingerprint: str) -> None:
+        self.config = config
+        self.dtype = step.shape.dtype
+        self.device = torch.device("cpu")
+        self._step = step
+        self._weights_fingerprint = weights_fingerprint
+        self._rope = _RopeRows(config)
+
+    @staticmethod
+    def unavailable_reason(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None when `load` can serve this, else one line that says why the torch decoder must."""
+        if device.type != "cpu":
+            return f"the native step computes on the CPU, not on {device}"
+        return native_available() or unsupported_reason(_shape(config, dtype))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_threads: int | None = None,
+        cpus: Sequence[int] | None = None,
+        isa: str | None = None,
+    ) -> "NativeDecoder":
+        """Read config.json and the safetensors files of `folder`, convert to `dtype` and pack.
+
+        num_threads: default torch's; cpus: pins thread i to cpus[i]; isa: default the fastest this CPU has.
+        Raises ModelError as `Decoder.load` does, ValueError with `unavailable_reason` where that is not None.
+        """
+        config = DecoderConfig.from_folder(folder)
+        reason = cls.unavailable_reason(config, dtype=dtype, device=device)
+        if reason is not None:
+            raise ValueError(f"the native step cannot serve {folder}: {reason}")
+        files = WeightFiles(folder)
+        expected = expected_tensors(config)
+        files.check(expected, unused_tensors(config))
+        threads = torch.get_num_threads() if num_threads is None else num_threads
+        step = NativeStep(_shape(config, dtype), num_threads=threads, cpus=cpus, isa=isa)
+        with torch.inference_mode():
+            _Loader(config, files, step).load()
+        return cls(config, step, weights_fingerprint=files.fingerprint(list(expected)))
+
+    @property
+    def isa(self) -> str:
+        """The instruction set computed with, which names the rounding."""
+        return self._step.isa
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
+        """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits."""
+        longest = int(batch.context_lens_host.max()) if len(batch.context_lens_host) else 0
+        cos, sin = self._rope.up_to(longest)
+        return self._step.run(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            query_lens=torch.from_numpy(batch.query_lens_host),
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            logit_rows=batch.logit_rows,
+            cos=cos,
+            sin=sin,
+            kv_pool=kv_pool,
+        )
+
+    def fingerprint(self) -> str:
+        """sha256 of what the numbers mean: that of `Decoder` for the same files."""
+        parts = f"{self.config.fingerprint()} {self._weights_fingerprint}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def close(self) -> None:
+        """Stop the threads and free the weights."""
+        self._step.close()
+
+
+class _RopeRows:
+    """cos and sin of every position so far, in float32, made longer by whole chunks.
+
+    A chunk is always computed as a whole, so that a position's angles do not depend on when they were first needed.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._half = config.head_dim // 2
+        self._table = RotaryTable(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+        self._cos = torch.empty((0, self._half))
+        self._sin = torch.empty((0, self._half))
+
+    def up_to(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """cos, sin: [at least num_positions, head_dim / 2]."""
+        have = self._cos.shape[0]
+        if num_positions > have:
+            wanted = max(num_positions, 2 * have)
+            chunks = [self._chunk(first) for first in range(have, wanted, _ROPE_CHUNK)]
+            self._cos = torch.cat([self._cos, *(cos for cos, _ in chunks)])
+            self._sin = torch.cat([self._sin, *(sin for _, sin in chunks)])
+        return self._cos, self._sin
+
+    def _chunk(self, first: int) -> tuple[Tensor, Tensor]:
+        cos, signed_sin = self._table.rows(torch.arange(first, first + _ROPE_CHUNK))
+        return cos[:, 0, : self._half], signed_sin[:, 0, self._half :]
+
+
+class _Loader:
+    """Reads a checked folder's tensors one by one and hands them to the step."""
+
+    def __init__(self, config: DecoderConfig, files: WeightFiles, step: NativeStep) -> None:
+        self._config = config
+        self._files = files
+        self._step = step
+
+    def load(self) -> None:
+        config, step = self._config, self._step
+        # A copy: a mapped file that shrinks while it is in use would kill the process.
+        embedding = self._files.read("model.embed_tokens.weight").to(step.shape.dtype, copy=True).contiguous()
+        step.set_embedding(embedding)
+        step.set_matrix("head", embedding if config.tie_word_embeddings else self._files.read("lm_head.weight"))
+        step.set_vector("final_norm", self._files.read("model.norm.weight"))
+        for layer in range(config.num_layers):
+            self._layer(layer)
+        step.finish()
+
+    def _layer(self, layer: int) -> None:
+        config, prefix = self._config, f"model.layers.{layer}."
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._vector("input_norm", layer, prefix + "input_layernorm")
+        self._vector("post_attention_norm", layer, prefix + "post_attention_layernorm")
+        if config.qk_norm:
+            self._vector("query_norm", layer, prefix + "self_attn.q_norm")
+            self._vector("key_norm", layer, prefix + "self_attn.k_norm")
+        attention = prefix + "self_attn."
+        for name, first in (("q_proj", 0), ("k_proj", query_size), ("v_proj", query_size + kv_size)):
+            self._matrix("qkv", layer, attention + name, config.qkv_bias, first=first)
+        self._matrix("output", layer, attention + "o_proj", config.output_bias)
+        self._matrix("gate_up", layer, prefix + "mlp.gate_proj", config.mlp_bias, interleaved=True)
+        self._matrix("gate_up", layer, prefix + "mlp.up_proj", config.mlp_bias, first=_GATES_IN_TURN, interleaved=True)
+        self._matrix("down", layer, prefix + "mlp.down_proj", config.mlp_bias)
+
+    def _vector(self, kind: VectorKind, layer: int, name: str) -> None:
+        self._step.set_vector(kind, self._files.read(f"{name}.weight"), layer=layer)
+
+    def _matrix(
+        self, kind: MatrixKind, layer: int, name: str, bias: bool, *, first: int = 0, interleaved: bool = False
+    ) -> None:
+        self._step.set_matrix(
+            kind,
+            self._files.read(f"{name}.weight"),
+            layer=layer,
+            first=first,
+            interleaved=interleaved,
+            bias=self._files.read(f"{name}.bias") if bias else None,
+        )
+
+
+def _shape(config: DecoderConfig, dtype: torch.dtype) -> StepShape:
+    return StepShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        activation=config.activation,
+        windows=config.sliding_window,
+        dtype=dtype,
+    )
