@@ -5,6 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.models.config import DecoderConfig
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError
@@ -26,9 +27,11 @@ def allocate_kv_pool(geometry: KvGeometry, device: torch.device) -> Tensor:
     when there is not that much memory.
     """
     try:
-        pool = torch.empty(geometry.shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
-        pool.zero_()
-    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        if device.type == "cpu":
+            pool = allocate_host_pool(geometry.pool_bytes).view(TORCH_DTYPES[geometry.dtype]).view(geometry.shape)
+        else:
+            pool = torch.zeros(geometry.shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
+    except (RuntimeError, OSError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise ConfigError(
             f"--kv-cache-memory: {geometry.pool_bytes} bytes cannot be had on {device}", param="--kv-cache-memory"
         ) from error

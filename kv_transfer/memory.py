@@ -13,7 +13,9 @@ def allocate_host_pool(num_bytes: int) -> torch.Tensor:
     A READ on one host pins the source's pages one by one: with 4 KiB pages that takes as long as the copy itself.
     Pages that were never written cost the first READ that lands in them a fault each.
     """
-    memory = mmap.mmap(-1, max(1, -(-num_bytes // _HUGE_PAGE)) * _HUGE_PAGE)
+    # Private: the kernel grants huge pages for shared memory by another setting, which is off by default.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, -(-num_bytes // _HUGE_PAGE)) * _HUGE_PAGE, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).zero_()
