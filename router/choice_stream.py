@@ -71,8 +71,8 @@ class ChoiceStream:
             return False
         ids = delta.token_ids
         if self._plain and delta.finish_reason is None:
-            push = self._detokenizer.push
-            self._ready.extend([push(token_id) for token_id in ids])
+            for token_id in ids:
+                self._ready.append(self._push_id(token_id))
             self.num_tokens += len(ids)
             if self.prompt_ids is not None:
                 self._new_ids.extend(ids)

@@ -32,6 +32,7 @@ class ClientConnection:
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
+        self._flow = protocol.flow
         self._on_lost: Callable[[], None] | None = None
         self._lost: asyncio.Event = asyncio.Event()
         self.header_error: TwopoolError | None = None
@@ -40,6 +41,11 @@ class ClientConnection:
     @property
     def is_lost(self) -> bool:
         return self._cycle.disconnected or self._lost.is_set()
+
+    @property
+    def is_write_paused(self) -> bool:
+        """Whether the transport's buffer is over its high-water mark: the cheap look before ``buffered_bytes``."""
+        return self._flow.write_paused
 
     @property
     def buffered_bytes(self) -> int:
@@ -58,9 +64,11 @@ class ClientConnection:
         self._on_lost = None
 
     def write_chunk(self, data: bytes) -> None:
-        """One chunk of the chunked response whose head was sent through ASGI. Never blocks: see ``buffered_bytes``."""
-        if not self.is_lost:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """One chunk of the chunked response whose head was sent through ASGI; not after ``on_lost`` was called.
+
+        Never blocks: see ``buffered_bytes``.
+        """
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def abort(self) -> None:
         """Drop the connection and what it has buffered."""

@@ -137,11 +137,8 @@ class EventWriter:
         fixed = {"id": head.answer_id, "object": kind, "created": head.created, "model": head.model}
         self._start = b"data: " + _encode({**fixed, "system_fingerprint": None})[:-1] + b',"choices":['
         self._usage_null = b',"usage":null' if usage_field else b""
-        self._plain_tail = (
-            b'},"logprobs":null,"finish_reason":null}]'
-            if head.is_chat
-            else (b',"logprobs":null,"finish_reason":null}]')
-        )
+        self._text_end = b'},"logprobs":' if head.is_chat else b',"logprobs":'
+        self._plain_end = self._text_end + b'null,"finish_reason":null}]' + self._end(None)
         self._text_starts: dict[int, bytes] = {}
 
     def role(self, index: int, usage: Usage | None) -> bytes:
@@ -149,20 +146,19 @@ class EventWriter:
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % index
         return self._start + choice + b'"logprobs":null,"finish_reason":null}]' + self._end(usage)
 
+    def plain_text(self, index: int, text: str) -> bytes:
+        """New text of one choice and nothing else: the event of nearly every token."""
+        start = self._text_starts.get(index) or self._text_start(index)
+        return b"%b%b%b" % (start, _encode(text), self._plain_end)
+
     def text(
         self, index: int, text: str, entries: list[TokenEntry], token_ids: list[int] | None, usage: Usage | None
     ) -> bytes:
         """New text of one choice, with its logprobs and token ids where they were asked for."""
-        start = self._text_starts.get(index)
-        if start is None:
-            opening = b'{"index":%d,"delta":{"content":' if self._head.is_chat else b'{"index":%d,"text":'
-            start = self._text_starts[index] = self._start + opening % index
-        if self._head.num_top_logprobs is None and token_ids is None:
-            return start + _encode(text) + self._plain_tail + self._end(usage)
         logprobs = _encode(logprobs_json(self._head, entries, self._table))
-        closing = b'},"logprobs":' if self._head.is_chat else b',"logprobs":'
         ids = b"" if token_ids is None else b',"token_ids":' + _encode(token_ids)
-        return start + _encode(text) + closing + logprobs + ids + b',"finish_reason":null}]' + self._end(usage)
+        end = self._text_end + logprobs + ids + b',"finish_reason":null}]' + self._end(usage)
+        return self._text_start(index) + _encode(text) + end
 
     def finish(self, index: int, stream: ChoiceStream, usage: Usage | None) -> bytes:
         """The last event of one choice."""
@@ -173,6 +169,11 @@ class EventWriter:
     def usage(self, usage: Usage) -> bytes:
         """The extra last event that ``include_usage`` asks for."""
         return self._start + b"]" + self._end(usage)
+
+    def _text_start(self, index: int) -> bytes:
+        opening = b'{"index":%d,"delta":{"content":' if self._head.is_chat else b'{"index":%d,"text":'
+        start = self._text_starts[index] = self._start + opening % index
+        return start
 
     def _end(self, usage: Usage | None) -> bytes:
         if usage is None:

@@ -73,7 +73,8 @@ class StreamAnswer:
         self._continuous_usage = continuous_usage
         self._max_buffer_bytes = max_buffer_bytes
         self._last_bytes_timeout_s = last_bytes_timeout_s
-        self._is_plain = head.num_top_logprobs is None and not continuous_usage
+        carries_ids = any(choice.prompt_ids is not None for choice in generation.choices)
+        self._is_plain = head.num_top_logprobs is None and not continuous_usage and not carries_ids
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
         self._is_open = False

@@ -293,3 +293,23 @@ async def test_steps_that_pile_up_merge_into_one_event(tiny_model: ModelInfo) ->
         assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "bcd"
         fake.send(0, [], "length")
         assert [line async for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stop", [None, "orl"])
+async def test_token_ids_on_request(
+    server: RunningServer, tiny_model: ModelInfo, stream: bool, stop: str | None
+) -> None:
+    """Every token that counts is told, the one that ended the choice and those without text among them."""
+    response = await server.complete(return_token_ids=True, stream=stream, stop=stop, max_tokens=100)
+    ids = [*ids_of(tiny_model, TEXT), END]
+    if stream:
+        events = sse_events(response.text)[:-1]
+        told = [token_id for event in events for token_id in event["choices"][0].get("token_ids", [])]
+    else:
+        [choice] = response.json()["choices"]
+        told = choice["token_ids"]
+        assert choice["prompt_token_ids"] == server.dispatcher.requests[0].routed.prompt_ids.tolist()
+        assert len(told) == response.json()["usage"]["completion_tokens"]
+    assert told == (ids if stop is None else ids[: len(told)])
+    assert stop is None or "orl" in tiny_model.tokenizer.table.decode(told, skip_special_tokens=True)
