@@ -61,7 +61,10 @@ class Process:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        return self._process.wait(timeout_s)
+        """The exit status of a process that was told to end."""
+        status = self._process.wait(timeout_s)
+        self.kill()
+        return status
 
     def kill(self) -> None:
         """SIGKILL and reap; idempotent."""
