@@ -49,7 +49,7 @@ def _block_tables(chunks: list[Chunk], context_lens: list[int], block_size: int)
 def _sampling_batch(draws: list[Draw]) -> SamplingBatch:
     if not draws:
         return SamplingBatch(rows=np.empty(0, dtype=ROW_DTYPE))
-    rows = np.concatenate([sequence.row for sequence, _ in draws])
+    rows = np.frombuffer(bytearray().join([sequence.row for sequence, _ in draws]), dtype=ROW_DTYPE)
     rows["choice"] = [choice for _, choice in draws]
     rows["position"] = [sequence.num_outputs for sequence, _ in draws]
     penalised = [(row, sequence) for row, (sequence, _) in enumerate(draws) if sequence.request.penalised]

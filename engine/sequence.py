@@ -131,7 +131,8 @@ class Sequence:
         self.blocks: list[BlockId] = []
         self._token_ids = _GrowingInts(token_ids, min(request.sampling.max_tokens, 1024))
         self._table = _GrowingInts((), 0)
-        self.row = _sampling_row(request.sampling, choices[0])
+        self.row = _sampling_row(request.sampling).tobytes()
+        """one of ROW_DTYPE; choice and position are filled in for each draw"""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -154,6 +155,8 @@ class Sequence:
     @property
     def open_choices(self) -> tuple[ChoiceIndex, ...]:
         outputs = self.request.outputs
+        if len(self.choices) == 1:  # asked for every sequence in every step
+            return () if outputs[self.choices[0]].ended else self.choices
         return tuple(choice for choice in self.choices if not outputs[choice].ended)
 
     @property
@@ -201,8 +204,8 @@ class Sequence:
         return twin
 
 
-def _sampling_row(sampling: SamplingParams, choice: ChoiceIndex) -> npt.NDArray[np.void]:
-    """[1] of ROW_DTYPE; ``position`` is filled in for each step."""
+def _sampling_row(sampling: SamplingParams) -> npt.NDArray[np.void]:
+    """[1] of ROW_DTYPE"""
     row = np.zeros(1, dtype=ROW_DTYPE)
     for name in (
         "temperature",
@@ -215,7 +218,6 @@ def _sampling_row(sampling: SamplingParams, choice: ChoiceIndex) -> npt.NDArray[
     ):
         row[name] = getattr(sampling, name)
     row["top_k"] = min(sampling.top_k, np.iinfo(np.int32).max)
-    row["choice"] = choice
     row["num_top_logprobs"] = sampling.logprobs or 0
     row["wants_logprobs"] = sampling.logprobs is not None
     return row
