@@ -143,6 +143,13 @@ def _truncate(weights_ptr, width, top_k, top_p, min_p, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _log_or_never(weights):
+    """float64; -inf for a weight of 0."""
+    possible = weights > 0.0
+    return tl.where(possible, tl.log(tl.where(possible, weights, 1.0).to(tl.float64)), float("-inf"))
+
+
+@triton.jit
 def _draw_kernel(
     logits_ptr,  # [R, row_stride] float32; rows that draw at random are overwritten
     params_ptr,  # [R, 8] int64: seed, position, choice, top_k, is_random; bits of float64 temperature, top_p, min_p
@@ -194,14 +201,14 @@ def _draw_kernel(
             groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
             tokens = groups[:, None] * GROUP + in_group[None, :]
             masses = tl.sum(tl.load(row_ptr + tokens, mask=tokens < width, other=0.0), axis=1)
-            scores = tl.log(masses.to(tl.float64)) + gumbel(GROUP + groups, seed, position, choice)
+            scores = _log_or_never(masses) + gumbel(GROUP + groups, seed, position, choice)
             tile_score = tl.max(scores, axis=0)
             tile_group = start // GROUP + tl.argmax(scores, axis=0)
             group = tl.where(tile_score > best_score, tile_group, group)
             best_score = tl.maximum(best_score, tile_score)
         tokens = group * GROUP + in_group
         weights = tl.load(row_ptr + tokens, mask=tokens < width, other=0.0)
-        scores = tl.log(weights.to(tl.float64)) + gumbel(in_group, seed, position, choice)
+        scores = _log_or_never(weights) + gumbel(in_group, seed, position, choice)
         token = group * GROUP + tl.argmax(scores, axis=0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(bad_ptr + row, bad.to(tl.int64))
