@@ -159,7 +159,7 @@ class WindowDetokenizer:
         self._given_chars = 0  # characters of the window's decoding that were handed out
         self._num_given_ids = 0  # ids at the window's start whose text was handed out
         self._num_pending_bytes = 0
-        self._decoded = ""  # the window's decoding
+        self._decoded: str | None = ""  # the window's decoding, None while it is out of date
         self.piece = b""
 
     @property
@@ -171,27 +171,39 @@ class WindowDetokenizer:
         if not table.is_known(token_id) or (self._skip_special and table.is_special(token_id)):
             self.piece = b""  # the decoder never sees these, so the window must not either
             return ""
-        before = self._decoded
+        if table.is_byte_token(token_id):
+            # Nothing is decoded while a run goes on: a long one would cost the square of its length.
+            self._window.append(token_id)
+            self._decoded = None
+            self.piece = table.token_bytes(token_id)
+            self._num_pending_bytes += 1
+            return ""
+        before = self._window_text()
         self._window.append(token_id)
         after = self._decoded = self._decode(self._window)
-        is_byte = table.is_byte_token(token_id)
-        self.piece = table.token_bytes(token_id) if is_byte else _added_text(before, after).encode()
-        if is_byte or after.endswith(_REPLACEMENT):
+        self.piece = _added_text(before, after).encode()
+        if after.endswith(_REPLACEMENT):
             self._num_pending_bytes += len(self.piece)
             return ""
         return self._give(after)
 
     def finish(self) -> str:
-        return self._give(self._decoded)
+        return self._give(self._window_text())
+
+    def _window_text(self) -> str:
+        if self._decoded is None:
+            self._decoded = self._decode(self._window)
+        return self._decoded
 
     def _give(self, decoded: str) -> str:
         self._num_pending_bytes = 0
         text = decoded[self._given_chars :]
+        self._given_chars = len(decoded)
         if text:
             # The next window starts at the ids just handed out: the shortest context that has text.
             self._window = self._window[self._num_given_ids :]
             self._decoded = self._decode(self._window)
-        self._given_chars = len(self._decoded)
+            self._given_chars = len(self._decoded)
         self._num_given_ids = len(self._window)
         return text
 

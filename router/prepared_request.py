@@ -15,6 +15,7 @@ from twopool.router.generation import PlannedPrompt
 from twopool.router.interface import RoutedRequest
 from twopool.router.model_info import ModelInfo
 from twopool.router.prompts import (
+    MAX_CHOICES_IN_ALL,
     Prompt,
     chat_prompt,
     completion_prompts,
@@ -68,6 +69,8 @@ def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> 
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo: not supported together with logprobs by this server yet", param="echo")
     prompts = completion_prompts(body, model, limits.vocab_size)
+    if len(prompts) * num_choices(body) > MAX_CHOICES_IN_ALL:
+        raise InvalidRequestError(f"n: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param="n")
     max_tokens = [max_completion_tokens(body, len(prompt.ids), limits.max_model_len) for prompt in prompts]
     return _prepared(body, name, prompts, max_tokens, model, limits)
 

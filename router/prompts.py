@@ -11,6 +11,7 @@ from twopool.router.model_info import ModelInfo
 from twopool.router.schema import ChatBody, CompletionBody
 
 MAX_PROMPTS = 2048
+MAX_CHOICES_IN_ALL = 4096
 DEFAULT_COMPLETION_TOKENS = 16
 
 

@@ -1,11 +1,19 @@
 """A tiny model folder, read once a session."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
 from twopool.router.model_info import ModelInfo, load_model_info
 from twopool_testing.tiny_tokenizers import byte_level_tokenizer, write_model_folder
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], Any]]:
+    """The event loop the router runs on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -278,6 +278,8 @@ def test_completion_logprobs(tiny_model: ModelInfo, logprobs: int) -> None:
         (["a", ""], {}, "prompt[1]"),
         (None, {}, "prompt"),
         (5, {}, "prompt"),
+        ([[5]] * 2049, {}, "prompt"),
+        ([[5]] * 2048, {"n": 3}, "n"),
         ("a", {"logprobs": 21}, "logprobs"),
         ("a", {"logprobs": -1}, "logprobs"),
         ("a", {"logprobs": True}, "logprobs"),
