@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from twopool.engine.block_pool import BlockPool, Reservation
-from twopool.engine.hold import HoldPoints
 from twopool.engine.requests import EngineRequest
 from twopool.engine.source_links import SourceLink, SourceReply
+from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import FetchHandle, FetchReport, FetchRequest, KvTransport
 from twopool.protocol.errors import OverloadedError, TransferError, TwopoolError
 from twopool.protocol.ids import BlockId, RouterId
@@ -112,7 +112,7 @@ class Handover:
         link: SourceLink,
         pool: BlockPool,
         transport: KvTransport,
-        hold: HoldPoints,
+        faults: FaultPoints,
         on_fetched: Callable[[FetchReport], None],
     ) -> None:
         self.state = HandoverState.PREFILLING
@@ -127,7 +127,7 @@ class Handover:
         self.link = link
         self._pool = pool
         self._transport = transport
-        self._hold = hold
+        self._faults = faults
         self._on_fetched = on_fetched
         loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] = loop.create_future()
@@ -231,10 +231,10 @@ class Handover:
             self._ask()
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                 await self._unless_failed(self._accepted)
-            await self._hold.reached("prefilling")
+            await self._faults.reached("prefilling")
             deltas = await self._unless_failed(self._first_tokens)
             known_s = time.monotonic()
-            await self._hold.reached("fetching")
+            await self._faults.reached("fetching")
             reports = [await self._unless_failed(read) for read in self._reads]
             if self._num_covered != len(self._token_ids):
                 raise TransferError("the prefill worker did not offer the whole prompt")
@@ -278,7 +278,7 @@ class Handover:
     async def _confirm(self) -> None:
         """Ask the source, after the reads, whether what was read was right when it was read."""
         self.state = HandoverState.CONFIRMING
-        await self._hold.reached("confirming")
+        await self._faults.reached("confirming")
         self.link.send(
             Confirm(
                 request_id=self.key.request_id,

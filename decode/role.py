@@ -132,7 +132,7 @@ class DecodeRole:
         try:
             if self._draining:
                 raise OverloadedError("this worker is draining")
-            await self._host.hold.reached("queued")
+            await self._host.faults.reached("queued")
             if prefill is None:
                 self._host.engine.submit(job.request)
                 self._host.transfer_stats.local_prefills += 1
@@ -193,7 +193,7 @@ class DecodeRole:
             link=link,
             pool=pool,
             transport=self._host.transport,
-            hold=self._host.hold,
+            faults=self._host.faults,
             on_fetched=self._on_fetched,
         )
 

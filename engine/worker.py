@@ -20,7 +20,6 @@ import uvloop
 
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
-from twopool.engine.hold import HoldPoints
 from twopool.engine.loading import LoadedModel, load_model
 from twopool.engine.model_runner import ModelRunner
 from twopool.engine.requests import StepOutput
@@ -29,8 +28,10 @@ from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.source_links import ReaderHandler, SourceLinks
 from twopool.engine.source_server import SourceHandler, SourceServer
 from twopool.engine.step import StepExecutor, StepPlan, StepResult, ThreadExecutor
+from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
+from twopool.kv_transfer.local import LocalFabric
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, TwopoolError
 from twopool.protocol.ids import WorkerId, new_epoch, new_worker_id
@@ -100,12 +101,18 @@ class WorkerHost:
     """The parts of one worker and their lives. Create it on the running loop."""
 
     def __init__(
-        self, config: WorkerConfig, role: Role, model: LoadedModel, make_role: "Callable[[WorkerHost], WorkerRole]"
+        self,
+        config: WorkerConfig,
+        role: Role,
+        model: LoadedModel,
+        make_role: "Callable[[WorkerHost], WorkerRole]",
+        *,
+        fabric: LocalFabric | None = None,
     ) -> None:
         self.config = config
         self.worker_id = new_worker_id(role) if config.worker_id is None else WorkerId(config.worker_id)
         self.geometry = model.geometry
-        self.hold = HoldPoints(config.hold_points)
+        self.faults = FaultPoints(config.fault_points)
         self.transfer_stats = TransferStats()
         self.pool = BlockPool(
             model.geometry.num_blocks - NUM_RESERVED_BLOCKS,
@@ -125,9 +132,11 @@ class WorkerHost:
             agent_name=self.worker_id,
             backend=config.nixl_backend,
             ucx_tls=config.ucx_tls,
+            fabric=fabric,
+            faults=self.faults,
             loop=asyncio.get_running_loop(),
         )
-        self.executor: StepExecutor = _executor(model, self.hold)
+        self.executor: StepExecutor = _executor(model, self.faults)
         self.engine = Engine(
             pool=self.pool,
             scheduler_config=SchedulerConfig(
@@ -301,23 +310,23 @@ def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callab
     return 0
 
 
-def _executor(model: LoadedModel, hold: HoldPoints) -> StepExecutor:
+def _executor(model: LoadedModel, faults: FaultPoints) -> StepExecutor:
     """The warmed-up executor of this process's rank."""
     runner = ModelRunner(model.decoder, model.kv_pool)
     runner.warm_up()
     executor = ThreadExecutor(runner.run)
-    return _HoldingExecutor(executor, hold) if hold.is_active else executor
+    return _HoldingExecutor(executor, faults) if faults.is_active else executor
 
 
 class _HoldingExecutor:
     """Tests only: steps start late while RUNNING is held."""
 
-    def __init__(self, executor: StepExecutor, hold: HoldPoints) -> None:
+    def __init__(self, executor: StepExecutor, faults: FaultPoints) -> None:
         self._executor = executor
-        self._hold = hold
+        self._faults = faults
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        await asyncio.sleep(self._hold.seconds("running"))
+        await self._faults.reached("running")
         return await self._executor.execute(plan)
 
     def close(self) -> None:

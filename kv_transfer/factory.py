@@ -4,6 +4,9 @@ import asyncio
 
 import torch
 
+from twopool.kv_transfer.agent import ReadAgent
+from twopool.kv_transfer.fault_points import FaultPoints
+from twopool.kv_transfer.faulty_agent import FaultyAgent
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, KvTransport
 from twopool.kv_transfer.local import LocalAgent, LocalFabric
 from twopool.kv_transfer.transport import RankTransport
@@ -22,6 +25,7 @@ def create_transport(
     backend: str = "UCX",
     ucx_tls: str | None = None,
     fabric: LocalFabric | None = None,
+    faults: FaultPoints | None = None,
     loop: asyncio.AbstractEventLoop,
 ) -> KvTransport:
     """The transport ``name`` ("nixl" or "local") for one rank's pool. Blocks for seconds: call it before serving.
@@ -32,7 +36,8 @@ def create_transport(
     alive as long as the process.
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
-    and ``ucx_tls`` are for "nixl"; ``fabric`` holds the pools that "local" transports of this process read from.
+    and ``ucx_tls`` are for "nixl"; ``fabric`` holds the pools that "local" transports of this process read from;
+    ``faults`` are for tests.
     Raises ``ConfigError`` where these do not fit together or the backend does not start.
     """
     memory = _flat(pool, geometry)
@@ -40,13 +45,13 @@ def create_transport(
     if name == "nixl":
         from twopool.kv_transfer.nixl import NixlAgent  # loads NIXL and UCX, which "local" does without
 
-        agent: NixlAgent | LocalAgent = NixlAgent(
-            name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx_tls=ucx_tls
-        )
+        agent: ReadAgent = NixlAgent(name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx_tls=ucx_tls)
     elif name == "local" and fabric is not None:
         agent = LocalAgent(name=unique_name, pool=memory, fabric=fabric)
     else:
         raise ConfigError(f"no KV transport {name!r} here", param="kv_transport")
+    if faults is not None and faults.is_active:
+        agent = FaultyAgent(agent, faults, memory)
     return RankTransport(name=name, agent=agent, pool=memory, geometry=geometry, epoch=epoch, loop=loop)
 
 

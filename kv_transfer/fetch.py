@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from twopool.kv_transfer.interface import FetchReport
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import TransferError, TransferTimeoutError
 
 FetchResult = FetchReport | TransferError
 
@@ -61,7 +61,7 @@ class Fetch:
             self.settled.set_result(None)
 
     def _expire(self, timeout_s: float) -> None:
-        self.fail(TransferError(f"the KV transfer did not finish within {timeout_s:g} s"))
+        self.fail(TransferTimeoutError(f"the KV transfer did not finish within {timeout_s:g} s"))
 
     def _resolve(self, result: FetchResult) -> None:
         self._timer.cancel()

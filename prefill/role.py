@@ -133,7 +133,8 @@ class PrefillRole:
         job.state = PrefillState.PINNED
         job.pinned = result.block_table
         job.pinned_until_s = time.monotonic() + self._host.config.pin_lease_s
-        hold_s = self._host.hold.seconds("pinned")
+        fault = self._host.faults.take("pinned")
+        hold_s = fault.seconds if fault else 0.0
         if hold_s:
             self._later(hold_s, job, result)
         else:

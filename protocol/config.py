@@ -144,8 +144,14 @@ class WorkerConfig(LinkConfig):
     ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
     pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
     drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
-    hold_points: Path | None = flag(
-        None, "tests only: file of STATE=SECONDS lines, to hold requests in states of the automata", parse=Path
+    kv_layer_groups: int = flag(
+        4, "prefill: groups of layers in which a prompt's last chunk is offered; 1 waits for all"
+    )
+    kv_verify: str = flag(
+        "off", "blocks read from peers whose checksums both sides compare", choices=("off", "sample", "all")
+    )
+    fault_points: Path | None = flag(
+        None, "tests only: file of POINT=FAULT lines, see kv_transfer/fault_points.py", parse=Path
     )
 
     def __post_init__(self) -> None:
@@ -157,6 +163,7 @@ class WorkerConfig(LinkConfig):
             "max_waiting",
             "pin_lease_s",
             "drain_timeout_s",
+            "kv_layer_groups",
         ):
             _check_positive(name, getattr(self, name))
         if self.tensor_parallel_size != 1:

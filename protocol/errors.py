@@ -35,7 +35,39 @@ class ProtocolError(TwopoolError):
 
 
 class TransferError(TwopoolError):
-    """KV blocks could not be moved; ``retryable`` work may go on with another source."""
+    """KV blocks could not be moved; another source, or computing again, may succeed. ``kind`` is what metrics say."""
+
+    kind: ClassVar[str] = "read"
+
+
+class TransferTimeoutError(TransferError):
+    """A READ or an answer that belongs to it did not come in time."""
+
+    kind = "timeout"
+
+
+class PeerLostError(TransferError):
+    """The worker read from is gone."""
+
+    kind = "peer_lost"
+
+
+class TicketError(TransferError):
+    """What a source offered is not what was asked of it."""
+
+    kind = "ticket"
+
+
+class StaleKvError(TransferError):
+    """The source reused its blocks before the reader had confirmed them."""
+
+    kind = "stale"
+
+
+class CorruptKvError(TransferError):
+    """Bytes that arrived are not those the source has: their checksums differ."""
+
+    kind = "corrupt"
 
 
 class InvalidRequestError(TwopoolError):

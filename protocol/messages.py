@@ -6,6 +6,7 @@ one of: finish reasons for all of its choices, ``Busy``, or ``AttemptFailed``.
 
 Protocol history
   1  first version
+  2  tickets by layer groups and with checksums; prefixes are fetched between any two workers
 """
 
 from typing import Annotated, Literal
@@ -17,7 +18,7 @@ from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Attempt, ChoiceIndex, Epoch, RequestId, RouterId, WorkerId
 from twopool.protocol.token_hash import HASH_BYTES, TokenIds
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_PROMPT_TOKENS = 4 * 1024 * 1024
 MAX_CHOICES = 128
@@ -28,6 +29,7 @@ MAX_PEERS = 4096
 MAX_RANKS = 1024
 
 Role = Literal["prefill", "decode"]
+KvVerify = Literal["off", "sample", "all"]
 FinishReason = Literal["stop", "length"]
 ErrorKind = Literal[
     "invalid_request",
@@ -46,6 +48,7 @@ _Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=0)]
 _Seconds = Annotated[float, Meta(ge=0)]
 _IdBytes = Annotated[bytes, Meta(max_length=4 * MAX_PROMPT_TOKENS)]
+_Tally = Annotated[dict[Annotated[str, Meta(max_length=64)], _Count], Meta(max_length=64)]
 _Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 _Metadata = Annotated[bytes, Meta(max_length=256 * 1024)]
 
@@ -112,13 +115,18 @@ class PrefillReport(Struct, frozen=True, kw_only=True):
 
 
 class HandoverReport(Struct, frozen=True, kw_only=True):
-    """What moving a prompt's KV took; rides with decode's first message for the attempt."""
+    """What moving a prompt's KV took; rides with decode's first message for the attempt.
+
+    ``transfer_s`` is summed over the READs; ``exposed_s`` is what the request waited for after its first token was
+    known, ``hidden_s`` the part of ``transfer_s`` that lay before.
+    """
 
     num_bytes: _Count
     num_ranges: _Count
     num_posts: _Count
     transfer_s: _Seconds
     exposed_s: _Seconds
+    hidden_s: _Seconds = 0.0
 
 
 class TokenDelta(Struct, frozen=True, array_like=True):
@@ -155,6 +163,10 @@ class Ticket(Struct, frozen=True, kw_only=True):
     in order; block *i* covers tokens from ``(start_token // block_size + i) * block_size``. ``token_hash`` is the
     chained hash of the first ``end_token`` ids. It covers layers ``[layer_start, layer_end)``. Valid as long as the
     source's pool epoch and every generation stand, which only the source can say: ``Confirm`` asks it.
+
+    Where the reader asked for checksums, ``checked`` (int32) lists the units that have some, and ``checksums`` (uint64)
+    holds one for each of them and each of the model's KV heads. A unit is as many tokens as the smaller of both sides'
+    blocks; unit 0 is the one that ``start_token`` is in.
     """
 
     request_id: RequestId
@@ -167,6 +179,8 @@ class Ticket(Struct, frozen=True, kw_only=True):
     block_ids: Annotated[bytes, Meta(max_length=4 * MAX_PROMPT_TOKENS)]
     generations: Annotated[bytes, Meta(max_length=8 * MAX_PROMPT_TOKENS)]
     token_hash: _Hash
+    checked: Annotated[bytes, Meta(max_length=4 * MAX_PROMPT_TOKENS)] = b""
+    checksums: Annotated[bytes, Meta(max_length=16 * 1024 * 1024)] = b""
 
 
 class BlockCounts(Struct, frozen=True, kw_only=True):
@@ -185,7 +199,11 @@ class BlockCounts(Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(Struct, frozen=True, kw_only=True):
-    """A worker's gauges and monotonic counters, sent with every heartbeat."""
+    """A worker's gauges and monotonic counters, sent with every heartbeat.
+
+    ``kv_failures`` counts failed transfers by kind (``TransferError.kind``), ``kv_reclaimed`` the ends of pins by
+    reason. ``canary_age_s`` is the time since the oldest link's canary was read; ``None`` without links.
+    """
 
     blocks: BlockCounts
     num_running: _Count = 0
@@ -203,6 +221,17 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     stale_tickets: _Count = 0
     rejected_messages: _Count = 0
     pins_expired: _Count = 0
+    kv_ranges: _Count = 0
+    kv_posts: _Count = 0
+    kv_hidden_s: _Seconds = 0.0
+    kv_exposed_s: _Seconds = 0.0
+    kv_verified_bytes: _Count = 0
+    kv_prefix_tokens: _Count = 0
+    kv_failures: _Tally = {}
+    kv_reclaimed: _Tally = {}
+    handshakes_refused: _Count = 0
+    pairs_quarantined: _Count = 0
+    canary_age_s: _Seconds | None = None
 
 
 class RankPool(Struct, frozen=True, kw_only=True):
@@ -239,6 +268,13 @@ class PeerInfo(Struct, frozen=True, kw_only=True):
 class PeerRef(Struct, frozen=True):
     worker_id: WorkerId
     epoch: Epoch
+
+
+class PrefixHint(Struct, frozen=True):
+    """``source`` is thought to hold the KV of the first ``num_tokens`` ids; it need not be true."""
+
+    source: PeerRef
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
 
 
 class ChoiceState(Struct, frozen=True):
@@ -343,7 +379,8 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
 
     ``choices`` are the unfinished ones with their accepted output ids. ``prefill`` names the worker to prefill on;
     ``None`` means prefill here. A remote prefill is granted only when the choices' outputs are all empty or there is
-    one choice, so that one pass over prompt and output serves all of them.
+    one choice, so that one pass over prompt and output serves all of them. Whoever prefills reads the KV that
+    ``prefix`` names from there, if that saves it work, and computes whatever it does not get.
     """
 
     request_id: RequestId
@@ -353,6 +390,7 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
     sampling: SamplingParams
     salt: Annotated[bytes, Meta(max_length=64)] = b""
     prefill: PeerRef | None = None
+    prefix: PrefixHint | None = None
     timeout_s: Annotated[float, Meta(gt=0)]
 
 
@@ -404,7 +442,8 @@ class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
     ``source_epoch`` is the epoch the sender believes the receiver has. ``num_prompt_tokens`` of the ids are prompt;
     the rest, if any, is output accepted before, so the sampled token has output index
     ``len(token_ids) - num_prompt_tokens``. Positions below ``skip_tokens`` need not be offered: the sender has them.
-    Tokens also go straight to router ``router_id``.
+    Tokens also go straight to router ``router_id``. ``prefix`` is as in ``Generate``; ``verify`` says which blocks'
+    checksums the sender wants with the tickets.
     """
 
     request_id: RequestId
@@ -417,7 +456,25 @@ class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
     sampling: SamplingParams
     salt: Annotated[bytes, Meta(max_length=64)] = b""
     skip_tokens: _Index = 0
+    prefix: PrefixHint | None = None
+    verify: KvVerify = "off"
     timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class FetchPrefix(Struct, frozen=True, kw_only=True, tag="fetch_prefix"):
+    """Offer what you hold published of these ids' KV, from ``start_token`` on, and pin it for the sender.
+
+    The answer is one ``KvReady``, which ``Confirm`` or ``ReleasePrefill`` ends, or ``PrefixMissing``. Ids are sent and
+    not their hashes alone, so that a hash collision cannot pass for a hit.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    source_epoch: Epoch
+    token_ids: _IdBytes
+    salt: Annotated[bytes, Meta(max_length=64)] = b""
+    start_token: _Index = 0
+    verify: KvVerify = "off"
 
 
 class Confirm(Struct, frozen=True, kw_only=True, tag="confirm"):
@@ -429,13 +486,13 @@ class Confirm(Struct, frozen=True, kw_only=True, tag="confirm"):
 
 
 class ReleasePrefill(Struct, frozen=True, kw_only=True, tag="release_prefill"):
-    """The sender wants nothing more of this attempt: stop computing, unpin."""
+    """The sender wants nothing more of this attempt, prefill or prefix: stop computing, unpin."""
 
     request_id: RequestId
     attempt: Attempt
 
 
-ReaderToSource = PeerHello | Prefill | Confirm | ReleasePrefill
+ReaderToSource = PeerHello | Prefill | FetchPrefix | Confirm | ReleasePrefill
 
 
 # --- source → reader -------------------------------------------------------------------------------------------------
@@ -485,6 +542,13 @@ class FirstTokens(Struct, frozen=True, kw_only=True, tag="first_tokens"):
     deltas: Annotated[tuple[TokenDelta, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
+class PrefixMissing(Struct, frozen=True, kw_only=True, tag="prefix_missing"):
+    """Nothing of what ``FetchPrefix`` asked for is here; nothing is held."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
 class Confirmed(Struct, frozen=True, kw_only=True, tag="confirmed"):
     """Answer to ``Confirm``: whether every ticket held when it arrived."""
 
@@ -494,5 +558,13 @@ class Confirmed(Struct, frozen=True, kw_only=True, tag="confirmed"):
 
 
 SourceToReader = (
-    PeerWelcome | PeerRefused | PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | Confirmed
+    PeerWelcome
+    | PeerRefused
+    | PrefillAccepted
+    | PrefillBusy
+    | PrefillFailed
+    | KvReady
+    | FirstTokens
+    | PrefixMissing
+    | Confirmed
 )

@@ -86,6 +86,7 @@ class Cluster:
     router: Process = field(init=False)
     workers: dict[str, Process] = field(default_factory=dict)
     client: httpx.Client = field(init=False)
+    _num_fault_files: int = field(init=False, default=0)
 
     def start(self, *, prefill: int = 1, decode: int = 1, flags: Mapping[str, tuple[str, ...]] | None = None) -> None:
         """Start everything and wait until the router is ready. ``flags`` are by worker id (``prefill-0`` ...)."""
@@ -106,7 +107,7 @@ class Cluster:
     def start_worker(self, name: str, *flags: str, wait: bool = True) -> Process:
         role = name.split("-", maxsplit=1)[0]
         common = ["--model", str(self.model), "--router", self.router.announced["control"], "--worker-id", name]
-        common += ["--dtype", "float32", "--num-threads", "1", "--hold-points", str(self.folder / f"{name}.hold")]
+        common += ["--dtype", "float32", "--num-threads", "1", "--fault-points", str(self.folder / f"{name}.faults")]
         command = [role, *common, *self.worker_flags, *flags]
         process = self.workers[name] = Process(command, self.folder / f"{name}.log")
         if wait:
@@ -115,8 +116,15 @@ class Cluster:
 
     def hold(self, worker: str, **seconds: float) -> None:
         """From now on hold requests of ``worker`` in these states, and in no others."""
-        lines = "".join(f"{state}={value}\n" for state, value in seconds.items())
-        (self.folder / f"{worker}.hold").write_text(lines)
+        self.faults(worker, *(f"{state}={value}" for state, value in seconds.items()))
+
+    def faults(self, worker: str, *lines: str) -> None:
+        """From now on these faults happen on ``worker`` (``kv_transfer/fault_points.py``), counted anew, and no others."""
+        self._num_fault_files += 1
+        text = "\n".join((*lines, f"# {self._num_fault_files}"))
+        target = self.folder / f"{worker}.faults"
+        target.with_suffix(".new").write_text(text)
+        target.with_suffix(".new").replace(target)
 
     def kill_worker(self, name: str) -> None:
         self.workers.pop(name).kill()

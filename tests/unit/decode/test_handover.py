@@ -17,7 +17,7 @@ from twopool.decode.handover import (
     SourceLostError,
 )
 from twopool.engine.block_pool import BlockPool
-from twopool.engine.hold import HoldPoints
+from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.engine.requests import AttemptKey, EngineRequest
 from twopool.engine.source_links import SourceLink
 from twopool.kv_transfer.interface import FetchReport, FetchRequest, KvTransport
@@ -129,7 +129,7 @@ class Scene:
             link=cast(SourceLink, self.link),
             pool=self.pool,
             transport=cast(KvTransport, self.transport),
-            hold=HoldPoints(None),
+            faults=FaultPoints(None),
             on_fetched=lambda report: None,
         )
         self.task = asyncio.ensure_future(self.handover.run())

@@ -32,12 +32,12 @@ def test_flags_are_read() -> None:
     config = parse(
         DecodeConfig,
         *("--model", "m", "--router", "127.0.0.1:1,[::1]:2", "--block-size", "32"),
-        *("--no-enable-prefix-caching", "--hold-points", "file"),
+        *("--no-enable-prefix-caching", "--fault-points", "file"),
     )
     assert isinstance(config, WorkerConfig)
     assert config.router == ("127.0.0.1:1", "[::1]:2")
     assert (config.block_size, config.enable_prefix_caching) == (32, False)
-    assert config.hold_points == Path("file")
+    assert config.fault_points == Path("file")
 
 
 @pytest.mark.parametrize(

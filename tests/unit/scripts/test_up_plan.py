@@ -53,7 +53,7 @@ def test_shared_flags_go_to_all_and_addresses_to_the_router(plan: Callable[..., 
     made = plan(
         *("--host=127.0.0.2", "--port=9000", "--control-port=9001", "--model=some/model", "--served-model-name=a,b"),
         *("--dtype=float32", "--no-enable-prefix-caching", "--max-model-len=100", "--drain-timeout-s=1.5"),
-        *("--hold-points=FETCHING=1,RUNNING=2", "--ucx-tls=^shm", f"--api-key-file={tmp_path}", "--log-format=json"),
+        *("--fault-points=faults", "--ucx-tls=^shm", f"--api-key-file={tmp_path}", "--log-format=json"),
         "--kv-cache-memory=1000000",
     )
     router, _ = read_back(made.router_spec, RouterConfig)
@@ -71,7 +71,7 @@ def test_shared_flags_go_to_all_and_addresses_to_the_router(plan: Callable[..., 
     for config, _ in workers(made):
         assert (config.host, config.port, config.model, config.dtype) == ("127.0.0.1", 0, "some/model", "float32")
         assert (config.max_model_len, config.enable_prefix_caching, config.ucx_tls) == (100, False, "^shm")
-        assert config.hold_points == ("FETCHING=1", "RUNNING=2")
+        assert config.fault_points == Path("faults")
         assert (config.log_format, config.kv_cache_memory, config.drain_timeout_s) == ("json", 1000000, 1.5)
 
 

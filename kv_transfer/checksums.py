@@ -1,0 +1,54 @@
+"""Checksums of KV content that do not depend on how a pool lays it out, so that both sides of a transfer agree.
+
+One checksum covers a *unit* of one KV head: as many tokens as the smaller block of both sides has, some layers, K and V,
+in the order [layer, K or V, token, dim]. Where a unit is a whole block with all layers, that is one run of the pool.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from twopool.protocol.geometry import DTYPE_BYTES, KvGeometry
+from twopool.protocol.messages import KvVerify
+
+Checksums = npt.NDArray[np.uint64]
+Units = npt.NDArray[np.int32]
+
+SAMPLE_EVERY = 16
+"""``sample`` checks one unit in this many, the first and the last among them."""
+
+
+def units_to_check(mode: KvVerify, num_units: int) -> Units:
+    """``[n]`` int32, ascending: which of a ticket's units get checksums."""
+    if mode == "off":
+        return np.empty(0, dtype=np.int32)
+    if mode == "all":
+        return np.arange(num_units, dtype=np.int32)
+    return np.unique(np.append(np.arange(0, num_units, SAMPLE_EVERY), num_units - 1)).astype(np.int32)
+
+
+def unit_checksums(
+    pool: torch.Tensor,
+    geometry: KvGeometry,
+    *,
+    block_ids: npt.NDArray[np.int32],
+    start_token: int,
+    unit_tokens: int,
+    layers: tuple[int, int],
+    units: Units,
+) -> Checksums:
+    """``[len(units), num_kv_heads_local]`` uint64 of units of ``pool``, which has ``geometry.shape``, on any device.
+
+    ``block_ids`` cover tokens from ``start_token // block_size * block_size``; unit 0 is the one with ``start_token``.
+    """
+    blocks = pool.view(-1).view(torch.uint8).view(*geometry.shape[:5], geometry.head_dim * DTYPE_BYTES[geometry.dtype])
+    first_block = start_token // geometry.block_size
+    sums = np.empty((len(units), geometry.num_kv_heads_local), dtype=np.uint64)
+    for row, unit in enumerate((units + start_token // unit_tokens).tolist()):
+        token = unit * unit_tokens
+        block = blocks[int(block_ids[token // geometry.block_size - first_block])]
+        offset = token % geometry.block_size
+        content = block[:, layers[0] : layers[1], :, offset : offset + unit_tokens].contiguous().cpu().numpy()
+        sums[row] = [xxhash.xxh3_64_intdigest(head.data) for head in content]
+    return sums
