@@ -33,6 +33,7 @@ from twopool.protocol.messages import (
     PrefillAccepted,
     PrefillBusy,
     PrefillFailed,
+    PrefixMissing,
 )
 from twopool.protocol.security import Security
 from twopool.protocol.sockets import ClientSocket
@@ -46,7 +47,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.3
 REFUSED_RETRY_S = 5.0
 
-SourceReply = PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | Confirmed
+SourceReply = PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | PrefixMissing | Confirmed
 
 
 class ReaderHandler(Protocol):

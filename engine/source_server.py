@@ -16,7 +16,15 @@ from twopool.protocol.codec import encode, reader_to_source_decoder
 from twopool.protocol.endpoints import tcp_address
 from twopool.protocol.errors import ProtocolError
 from twopool.protocol.ids import WorkerId
-from twopool.protocol.messages import Confirm, PeerHello, PeerIdentity, PeerRefused, Prefill, ReleasePrefill
+from twopool.protocol.messages import (
+    Confirm,
+    FetchPrefix,
+    PeerHello,
+    PeerIdentity,
+    PeerRefused,
+    Prefill,
+    ReleasePrefill,
+)
 from twopool.protocol.security import Security
 from twopool.protocol.sockets import ServerSocket
 
@@ -25,7 +33,7 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_WINDOW_S = 10.0
 """How long after a hello the transport is asked to answer peers often: their first connection needs it."""
 
-SourceRequest = Prefill | Confirm | ReleasePrefill
+SourceRequest = Prefill | FetchPrefix | Confirm | ReleasePrefill
 
 
 class Reader:

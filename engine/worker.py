@@ -28,8 +28,8 @@ from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.source_links import ReaderHandler, SourceLinks
 from twopool.engine.source_server import SourceHandler, SourceServer
 from twopool.engine.step import StepExecutor, StepPlan, StepResult, ThreadExecutor
-from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.factory import create_transport
+from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.kv_transfer.local import LocalFabric
 from twopool.protocol.config import WorkerConfig

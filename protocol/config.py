@@ -145,7 +145,7 @@ class WorkerConfig(LinkConfig):
     pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
     drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
     kv_layer_groups: int = flag(
-        4, "prefill: groups of layers in which a prompt's last chunk is offered; 1 waits for all"
+        4, "prefill: layer groups in which a prompt's last chunk is offered; 1: all at once"
     )
     kv_verify: str = flag(
         "off", "blocks read from peers whose checksums both sides compare", choices=("off", "sample", "all")

@@ -41,6 +41,8 @@ def _of(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(kind.values)
         case mi.VarTupleType():
             return st.lists(_of(kind.item_type), min_size=kind.min_length or 0, max_size=3).map(tuple)
+        case mi.DictType():
+            return st.dictionaries(_of(kind.key_type), _of(kind.value_type), max_size=3)
         case mi.TupleType():
             return st.tuples(*[_of(item) for item in kind.item_types])
     raise TypeError(f"no strategy for {kind}")
