@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from twopool.protocol.endpoints import tcp_address
 from twopool.protocol.errors import ConfigError
 from twopool.protocol.security import Security, generate_cluster_key, load_cluster_key
 from twopool.protocol.sockets import ClientSocket, ServerSocket
+from twopool_testing.waiting import until
 
 _CLIENT = """
 import sys, time, zmq
@@ -30,12 +31,6 @@ def security() -> Iterator[Security]:
     guard = Security(None)
     yield guard
     guard.close()
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - polls plain lists that callbacks fill
-            await asyncio.sleep(0.005)
 
 
 class Server:
