@@ -39,7 +39,7 @@ def decoder(window: int | None = None, dtype: torch.dtype = torch.float32) -> De
 
 
 def tokens(seed: int, count: int = LENGTH) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 300, count).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 300, count)]
 
 
 def test_equal_to_torch() -> None:
