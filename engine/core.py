@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
 
 from twopool.engine.admission import blocks_to_reserve, check_request, make_sequences, make_state
 from twopool.engine.block_pool import BlockPool, Reservation
@@ -20,6 +19,7 @@ from twopool.engine.plan import build_plan
 from twopool.engine.requests import (
     AttemptKey,
     EngineRequest,
+    EngineStats,
     LocalPrefill,
     PrefillProgress,
     PrefillResult,
@@ -50,19 +50,6 @@ RETAINED_REQUESTS = 256
 
 CHECK_INTERVAL_S = 10.0
 """An idle engine recounts its blocks, but no more often than this: it takes a while in a large pool."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Gauges (``num_running``, ``num_waiting``: sequences) and monotonic counters."""
-
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    prefill_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
 
 
 class Engine:
@@ -296,7 +283,7 @@ class Engine:
             return
         if not request.prefill_reported:
             request.prefill_reported = True
-            self._output.local_prefills.append(LocalPrefill(request.key, request.cached_tokens, *_times(request)))
+            self._output.local_prefills.append(LocalPrefill(request.key, request.cached_tokens, *request.times_s))
         self._output.deltas.extend(deltas)
         self._continue(sequence)
 
@@ -324,7 +311,7 @@ class Engine:
         self._pool.pin(blocks)
         self._output.prefilled.append(
             PrefillResult(
-                request.key, blocks, sequence.num_computed, tuple(deltas), request.cached_tokens, *_times(request)
+                request.key, blocks, sequence.num_computed, tuple(deltas), request.cached_tokens, *request.times_s
             )
         )
         del self._requests[request.key]
@@ -409,9 +396,3 @@ class Engine:
         if self._checked_at is None or now - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
             self._pool.check()
-
-
-def _times(request: RequestState) -> tuple[float, float]:
-    """(seconds queued, seconds from the first step on)"""
-    started = request.first_scheduled_at or request.submitted_at
-    return started - request.submitted_at, time.monotonic() - started

@@ -46,6 +46,19 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True)
+class LayerProgress:
+    """In the step under way a ``prefill_only`` request computes its last tokens, and layers below ``layer_end`` are done.
+
+    For those the KV cache of all ``num_tokens`` tokens is complete in ``block_table``.
+    """
+
+    key: AttemptKey
+    block_table: tuple[BlockId, ...]
+    num_tokens: int
+    layer_end: int
+
+
+@dataclass(frozen=True)
 class PrefillResult:
     """A ``prefill_only`` request is over: the engine has forgotten it.
 
@@ -94,3 +107,16 @@ class StepOutput:
         return bool(
             self.deltas or self.progress or self.prefilled or self.local_prefills or self.finished or self.failed
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Gauges (``num_running``, ``num_waiting``: sequences) and monotonic counters."""
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    prefill_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int

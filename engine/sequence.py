@@ -105,6 +105,12 @@ class RequestState:
     def ended(self) -> bool:
         return all(output.ended for output in self.outputs.values())
 
+    @property
+    def times_s(self) -> tuple[float, float]:
+        """(seconds queued, seconds since the first step)"""
+        started = self.first_scheduled_at or self.submitted_at
+        return started - self.submitted_at, time.monotonic() - started
+
     def release_reservation(self) -> None:
         if self.reservation is not None:
             self.reservation.release()
