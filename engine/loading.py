@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,21 @@ import torch
 
 from twopool.engine.kv_cache import TORCH_DTYPES, allocate_kv_pool, kv_cache_blocks
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
+from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
+from twopool.models.native_decoder import NativeDecoder
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, ModelError
 from twopool.protocol.geometry import KvDtype, KvGeometry
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in memory and its KV pool. ``kv_pool`` has ``geometry.shape`` and lives until the process ends."""
 
-    decoder: Decoder
+    decoder: Decoder | NativeDecoder
     geometry: KvGeometry
     kv_pool: torch.Tensor
 
@@ -30,6 +35,13 @@ class LoadedModel:
         """Equal on two workers exactly when their KV means the same; shape and order are not part of it."""
         meaning = f"{self.decoder.fingerprint()} {self.geometry.dtype}"
         return hashlib.sha256(meaning.encode()).hexdigest()[:32]
+
+    @property
+    def kernel_backend(self) -> str:
+        """What computes, by name: outputs are equal bit for bit only between equal ones."""
+        if isinstance(self.decoder, NativeDecoder):
+            return f"native-{self.decoder.isa}"
+        return "torch" if self.decoder.device.type == "cpu" else "triton"
 
     @property
     def max_model_len(self) -> int:
@@ -41,7 +53,7 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     device = _device(config.device)
     dtype = _dtype(config.dtype, folder)
-    decoder = Decoder.load(folder, dtype=TORCH_DTYPES[dtype], device=device)
+    decoder = _load_decoder(config.kernel_backend, folder, TORCH_DTYPES[dtype], device)
     _check_length(config, decoder.config.max_model_len)
     geometry = KvGeometry(
         num_blocks=kv_cache_blocks(config, decoder.config, TORCH_DTYPES[dtype]) + NUM_RESERVED_BLOCKS,
@@ -55,6 +67,20 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
         device_index=device.index or 0,
     )
     return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device))
+
+
+def _load_decoder(backend: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder | NativeDecoder:
+    """The decoder of the backend asked for; ``auto`` takes the native one where it can serve, and says why not."""
+    if backend == "torch" or device.type != "cpu":
+        return Decoder.load(folder, dtype=dtype, device=device)
+    model_config = DecoderConfig.from_folder(folder)
+    reason = NativeDecoder.unavailable_reason(model_config, dtype=dtype, device=device)
+    if reason is None:
+        return NativeDecoder.load(folder, dtype=dtype, device=device)
+    if backend == "native":
+        raise ConfigError(f"--kernel-backend native: {reason}", param="--kernel-backend")
+    logger.info("torch computes: %s", reason)
+    return Decoder.load(folder, dtype=dtype, device=device)
 
 
 def _device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from twopool.protocol.messages import Role
 C = TypeVar("C")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNEL_BACKENDS = ("auto", "native", "torch")
 DEFAULT_CONTROL_PORT = 8100
 DEFAULT_HTTP_PORT = 8000
 
@@ -128,6 +129,11 @@ class WorkerConfig(LinkConfig):
     port: int = flag(0, "ZeroMQ port for peers; 0 picks a free one")
     dtype: str = flag("auto", "weights and KV cache (auto: the model's own)", choices=DTYPES)
     device: str = flag("auto", "cpu, cuda or cuda:N (auto: cuda where there is one)")
+    kernel_backend: str = flag(
+        "auto",
+        "what computes on a CPU: the native step or torch (auto: native where it was built and serves the model)",
+        choices=KERNEL_BACKENDS,
+    )
     num_threads: int = flag(0, "compute threads; 0 takes the process's CPUs")
     tensor_parallel_size: int = flag(1, "ranks of this worker")
     max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the model's)", parse=int)
@@ -144,9 +150,7 @@ class WorkerConfig(LinkConfig):
     ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
     pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
     drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
-    kv_layer_groups: int = flag(
-        4, "prefill: layer groups in which a prompt's last chunk is offered; 1: all at once"
-    )
+    kv_layer_groups: int = flag(4, "prefill: layer groups in which a prompt's last chunk is offered; 1: all at once")
     kv_verify: str = flag(
         "off", "blocks read from peers whose checksums both sides compare", choices=("off", "sample", "all")
     )
