@@ -35,6 +35,17 @@ _BLOCK_M = 64  # rows: the smallest tile that Hopper's warpgroup MMA takes, so d
 _MAX_PROGRAMS = 2048  # of the persistent split kernel
 _NO_WINDOW = 2**31 - 1
 _LOG2_E = 1.4426950408889634
+_LISTS = [
+    "tables_ptr",
+    "row_starts_ptr",
+    "context_lens_ptr",
+    "first_slots_ptr",
+    "tiles_ptr",
+    "items_ptr",
+    "num_items_ptr",
+    "rows_ptr",
+]
+"""Parts of one buffer: where they begin changes from step to step, which must not compile a kernel anew."""
 
 
 @triton.jit
@@ -127,7 +138,7 @@ def _first_position(first_query, window):
     return tl.maximum(first_query - window + 1, 0)
 
 
-@triton.jit(do_not_specialize=["layer", "window", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "window", "table_stride"], do_not_specialize_on_alignment=_LISTS)
 def _attend_tiles_kernel(
     queries_ptr,  # [T, NUM_KV_HEADS * GROUP, HEAD_DIM]
     output_ptr,  # the same
@@ -201,7 +212,7 @@ def _attend_tiles_kernel(
     tl.store(output_ptr + row_offsets, output.to(output_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer", "window", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "window", "table_stride"], do_not_specialize_on_alignment=_LISTS)
 def _attend_splits_kernel(
     queries_ptr,
     pool_ptr,
@@ -283,7 +294,7 @@ def _attend_splits_kernel(
         tl.store(part_sums_ptr + part * 2 + 1, total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=_LISTS)
 def _combine_splits_kernel(
     output_ptr,  # [T, NUM_KV_HEADS * GROUP, HEAD_DIM]
     row_starts_ptr,

@@ -21,7 +21,8 @@ class Specialisation:
     kernel: Any
     """the ``triton.jit`` function"""
     signature: dict[str, str]
-    """run-time parameter -> Triton type; pointers are taken to be 16-byte aligned, as torch's are"""
+    """run-time parameter -> Triton type; pointers are taken to be 16-byte aligned, as torch's are, but for those the
+    kernel is not specialised on"""
     constants: dict[str, Any]
     num_warps: int
     num_stages: int

@@ -153,8 +153,7 @@ def _log_or_never(weights):
 def _draw_kernel(
     logits_ptr,  # [R, row_stride] float32; rows that draw at random are overwritten
     params_ptr,  # [R, 8] int64: seed, position, choice, top_k, is_random; bits of float64 temperature, top_p, min_p
-    tokens_ptr,  # [R] int64
-    bad_ptr,  # [R] int64
+    drawn_ptr,  # [2, R] int64: tokens, and whether the row is bad
     row_stride,
     width,
     GROUP: tl.constexpr,
@@ -210,8 +209,8 @@ def _draw_kernel(
         weights = tl.load(row_ptr + tokens, mask=tokens < width, other=0.0)
         scores = _log_or_never(weights) + gumbel(in_group, seed, position, choice)
         token = group * GROUP + tl.argmax(scores, axis=0)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(bad_ptr + row, bad.to(tl.int64))
+    tl.store(drawn_ptr + row, token.to(tl.int64))
+    tl.store(drawn_ptr + tl.num_programs(0) + row, bad.to(tl.int64))
 
 
 def draw(logits: Tensor, rows: npt.NDArray[np.void], is_random: npt.NDArray[np.bool_]) -> Tensor:
@@ -231,8 +230,7 @@ def draw(logits: Tensor, rows: npt.NDArray[np.void], is_random: npt.NDArray[np.b
         _draw_kernel[(num_rows,)](
             logits,
             _upload(params, logits.device),
-            drawn[0],
-            drawn[1],
+            drawn,
             logits.stride(0),
             width,
             GROUP=_GROUP,
@@ -309,8 +307,7 @@ def specialisations() -> Iterator[Specialisation]:
     drawing = {
         "logits_ptr": "*fp32",
         "params_ptr": "*i64",
-        "tokens_ptr": "*i64",
-        "bad_ptr": "*i64",
+        "drawn_ptr": "*i64",
         "row_stride": "i32",
         "width": "i32",
     }

@@ -37,12 +37,17 @@ def compile_for(specialisation: Specialisation, target: Target) -> Any:
     from triton.compiler import ASTSource
 
     names = specialisation.kernel.arg_names
+    unaligned = {param.name for param in specialisation.kernel.params if param.do_not_specialize_on_alignment}
     place = {name: (number,) for number, name in enumerate(names)}
     source = ASTSource(
         specialisation.kernel,
         {name: specialisation.signature.get(name, "constexpr") for name in names},
         {place[name]: value for name, value in specialisation.constants.items()},
-        {place[name]: [["tt.divisibility", 16]] for name, kind in specialisation.signature.items() if kind[0] == "*"},
+        {
+            place[name]: [["tt.divisibility", 16]]
+            for name, kind in specialisation.signature.items()
+            if kind[0] == "*" and name not in unaligned
+        },
     )
     options = {"num_warps": specialisation.num_warps, "num_stages": specialisation.num_stages, **EXACT}
     return triton.compile(
