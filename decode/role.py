@@ -123,6 +123,7 @@ class DecodeRole:
             ),
             deadline_s=time.monotonic() + message.timeout_s,
         )
+        self._host.engine.expect(job.request)
         self.jobs.add(key, job)
         job.task = asyncio.create_task(self._serve(job, message.prefill))
 

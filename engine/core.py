@@ -6,14 +6,17 @@ it is over: it may still be written.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
 
 from twopool.engine.admission import blocks_to_reserve, check_request, make_sequences, make_state
 from twopool.engine.block_pool import BlockPool, Reservation
+from twopool.engine.grammar import GrammarEngine, MaskRow
 from twopool.engine.outputs import DrawnTokens, adopt_delta, record_token, resend
 from twopool.engine.plan import build_plan
 from twopool.engine.requests import (
@@ -27,8 +30,8 @@ from twopool.engine.requests import (
 )
 from twopool.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig, blocks_for
 from twopool.engine.sequence import RequestState, Sequence, Status
-from twopool.engine.step import StepExecutor
-from twopool.protocol.errors import OverloadedError
+from twopool.engine.step import StepExecutor, StepPlan
+from twopool.protocol.errors import InvalidRequestError, OverloadedError
 from twopool.protocol.ids import BlockId, ChoiceIndex
 from twopool.protocol.messages import ErrorInfo, TokenDelta
 
@@ -56,16 +59,19 @@ class Engine:
     """Computes requests step by step and reports each step through ``on_step``, on the event loop's thread.
 
     ``on_step`` may call any method of the engine. It must not raise: what it raises ends ``run``.
+    Without ``grammars`` requests that have one are refused.
     """
 
     def __init__(
         self,
         *,
+        grammars: GrammarEngine | None = None,
         pool: BlockPool,
         scheduler_config: SchedulerConfig,
         executor: StepExecutor,
         on_step: Callable[[StepOutput], None],
     ) -> None:
+        self._grammars = grammars
         self._pool = pool
         self._config = scheduler_config
         self._executor = executor
@@ -107,9 +113,21 @@ class Engine:
         """Whether the engine holds no request and no step is under way."""
         return not self._requests and not self._in_step
 
+    def close(self) -> None:
+        """Stop the threads of the grammars; ``run`` is over by then."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def check(self, request: EngineRequest) -> None:
         """Raises ``ContextLengthError`` or ``InvalidRequestError`` as ``submit`` would."""
         check_request(request, self._config, self._max_len)
+        if request.sampling.grammar is not None and self._grammars is None:
+            raise InvalidRequestError("This worker follows no grammars.", param="response_format")
+
+    def expect(self, request: EngineRequest) -> None:
+        """A request will be adopted: begin to compile its grammar."""
+        if request.sampling.grammar is not None and self._grammars is not None:
+            self._grammars.prepare(request.sampling.grammar)
 
     def reserve(self, num_tokens: int, num_choices: int) -> Reservation:
         """Room for the KV of ``num_tokens`` plus a block to grow into for each choice, for a request to be adopted.
@@ -136,6 +154,7 @@ class Engine:
         state.sequences = make_sequences(state, request)
         self._claim_blocks(state)
         self._requests[request.key] = state
+        self._start_grammar(state)
         for sequence in state.sequences:
             self._scheduler.add(sequence)
         self._wake.set()
@@ -170,6 +189,7 @@ class Engine:
         sequence.num_computed = sequence.num_tokens
         sequence.status = Status.RUNNING
         self._requests[request.key] = state
+        self._start_grammar(state)
         self._scheduler.add(sequence)
         self._publish(sequence)
         self._continue(sequence)
@@ -232,7 +252,7 @@ class Engine:
         # Stays set when the task is cancelled right here: the thread goes on writing, so nothing may be released.
         self._in_step = True
         try:
-            result = await self._executor.execute(plan)
+            result = await self._executor.execute(self._with_masks(schedule, plan))
         except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
             log.exception("a step failed")
             self._in_step = False
@@ -255,6 +275,10 @@ class Engine:
             sequence = chunk.sequence
             if sequence.request.abandoned or not sequence.open_choices:
                 continue  # cancelled while the step was under way
+            grammar = sequence.request.grammar
+            if grammar is not None and grammar.error is not None:
+                self._fail_grammar(sequence.request)
+                continue
             if True in drawn.bad[first:index]:
                 message = "The model's output for this request is not a number."
                 self._fail(sequence.request, ErrorInfo(kind="bad_logits", message=message))
@@ -362,6 +386,44 @@ class Engine:
             self._doomed.append(sequence)
         else:
             self._scheduler.drop(sequence)
+
+    # --- grammars
+
+    def _start_grammar(self, state: RequestState) -> None:
+        """Hold a request back until its grammar is compiled."""
+        if state.sampling.grammar is None or self._grammars is None:
+            return
+        state.ready = False
+        loop = asyncio.get_running_loop()
+
+        def on_ready() -> None:  # on the compile thread, or here and now where the grammar is known
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._grammar_ready, state)
+
+        state.grammar = self._grammars.start(state.sampling.grammar, state.stop_ids, on_ready)
+
+    def _grammar_ready(self, state: RequestState) -> None:
+        state.ready = True
+        if state.grammar is not None and state.grammar.error is not None and state.key in self._requests:
+            self._fail_grammar(state)
+        self._wake.set()
+
+    def _fail_grammar(self, state: RequestState) -> None:
+        assert state.grammar is not None
+        message = f"The output's grammar cannot be followed: {state.grammar.error}"
+        self._fail(state, ErrorInfo(kind="invalid_request", message=message, param="response_format"))
+
+    def _with_masks(self, schedule: Schedule, plan: StepPlan) -> StepPlan:
+        """``plan`` with the masks of its draws, which are filled from now on."""
+        if self._grammars is None:
+            return plan
+        draws = [(chunk.sequence.request, choice) for chunk in schedule.chunks for choice in chunk.draws]
+        rows = [
+            MaskRow(row, state.grammar, choice, state.outputs[choice].output_ids.copy())
+            for row, (state, choice) in enumerate(draws)
+            if state.grammar is not None
+        ]
+        return replace(plan, masks=self._grammars.fill(rows)) if rows else plan
 
     # --- private
 

@@ -24,11 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory and its KV pool. ``kv_pool`` has ``geometry.shape`` and lives until the process ends."""
+    """The model of ``folder`` in memory and its KV pool, which has ``geometry.shape`` and lives until the process ends."""
 
     decoder: Decoder | NativeDecoder
     geometry: KvGeometry
     kv_pool: torch.Tensor
+    folder: Path
 
     @property
     def compatibility_hash(self) -> str:
@@ -66,7 +67,7 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
         memory="host" if device.type == "cpu" else "device",
         device_index=device.index or 0,
     )
-    return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device))
+    return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device), folder)
 
 
 def _load_decoder(backend: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder | NativeDecoder:

@@ -1,5 +1,6 @@
 """Runs a step's plan on the model."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -47,7 +48,10 @@ class ModelRunner:
         logits = self._model.forward(self._batch(plan), self._kv_pool)
         if len(plan.draw_logits) != len(logits):  # several choices draw from the same logits
             logits = logits.index_select(0, self._to_device(plan.draw_logits))
-        return StepResult(sample(logits, plan.sampling, num_valid_tokens=self._num_valid_tokens))
+        sampling = plan.sampling
+        if plan.masks is not None:
+            sampling = replace(sampling, allowed_rows=plan.masks.rows, allowed_bits=plan.masks.bits.result())
+        return StepResult(sample(logits, sampling, num_valid_tokens=self._num_valid_tokens))
 
     def warm_up(self) -> None:
         """Run a decode and a prefill, so that the first request is as fast as the hundredth.

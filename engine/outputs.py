@@ -36,6 +36,8 @@ def record_token(state: RequestState, choice: ChoiceIndex, drawn: DrawnTokens, i
     # Before min_tokens stop ids cannot be drawn: the sampler masks them.
     if token in state.stop_ids:
         output.finish_reason, output.stop_token_id = "stop", token
+    elif state.grammar is not None and state.grammar.is_complete(choice, output.output_ids):
+        output.finish_reason = "stop"
     elif num_outputs >= state.sampling.max_tokens or state.num_prompt + num_outputs >= state.max_len:
         output.finish_reason = "length"
     logprobs = None

@@ -81,12 +81,14 @@ class Scheduler:
             if self._full(schedule):
                 break
             # A sequence may have been preempted by one before it in this very loop.
-            if sequence.status is Status.RUNNING and self._grow(sequence, schedule):
+            if sequence.status is Status.RUNNING and sequence.request.ready and self._grow(sequence, schedule):
                 self._take(sequence, 1, schedule)
         room = self._config.max_num_seqs - sum(len(one.choices) for one in self.running)
         for sequence in self._prefills(schedule):
             if self._full(schedule):
                 break
+            if not sequence.request.ready:
+                continue
             if sequence.status is Status.WAITING:
                 # A request of more choices than fit a step runs when there is no other.
                 if (room <= 0 and self.running) or not self._admit(sequence):

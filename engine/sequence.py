@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twopool.engine.block_pool import Reservation
+from twopool.engine.grammar import RequestGrammar
 from twopool.engine.requests import AttemptKey
 from twopool.kernels.sampling import ROW_DTYPE
 from twopool.protocol.ids import BlockId, ChoiceIndex
@@ -93,6 +94,9 @@ class RequestState:
     """its first tokens are out: what came before them is no longer news"""
     abandoned: bool = False
     """cancelled or failed: whatever a step still brings for it is dropped"""
+    grammar: RequestGrammar | None = None
+    ready: bool = True
+    """False while the grammar is being compiled: nothing of the request is scheduled"""
 
     def __post_init__(self) -> None:
         sampling = self.sampling

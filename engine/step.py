@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from twopool.engine.grammar import StepMasks
 from twopool.kernels.sampling import Draws, SamplingBatch
 
 Ints = npt.NDArray[np.int32]
@@ -18,7 +19,8 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step over S sequences, T rows in all; what every rank is told. Small numpy arrays, nothing else.
+    """One step over S sequences, T rows in all; what every rank is told. Small numpy arrays, but for ``masks``, which
+    whoever draws waits for.
 
     A sequence's rows are its last ones: positions context_len - query_len ... context_len - 1.
     """
@@ -39,6 +41,8 @@ class StepPlan:
     """R draws, each from the logits of one of the L sequences"""
     draw_logits: Ints
     """[R] int32, which of the L rows of logits each draw is from"""
+    masks: StepMasks | None = None
+    """what the grammars of some draws allow"""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import uvloop
 
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
+from twopool.engine.grammar import GrammarEngine
 from twopool.engine.loading import LoadedModel, load_model
 from twopool.engine.model_runner import ModelRunner
 from twopool.engine.requests import StepOutput
@@ -139,6 +140,7 @@ class WorkerHost:
         self.executor: StepExecutor = _executor(model, self.faults)
         self.engine = Engine(
             pool=self.pool,
+            grammars=GrammarEngine(model.folder, model.decoder.config.vocab_size),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
@@ -191,6 +193,7 @@ class WorkerHost:
                 task.cancel()
         self._server.close()
         self.executor.close()
+        self.engine.close()
         await self.transport.close()
         self._security.close()
         logger.info("stopped", extra={"worker_id": self.worker_id})

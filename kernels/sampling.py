@@ -82,6 +82,10 @@ class SamplingBatch:
     """[M] int32"""
     masked_ids: Ints = field(default_factory=_no_ints)
     """[M] int32: tokens that must not be drawn"""
+    allowed_rows: Ints = field(default_factory=_no_ints)
+    """[G] int32: the rows in which only some tokens may be drawn"""
+    allowed_bits: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int32))
+    """[G, words] int32: token t may be drawn where bit t % 32 of word t // 32 is set; none beyond the last word may"""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None
     asking = np.flatnonzero(rows["wants_logprobs"])
     log_probs = torch.log_softmax(_select(logits, asking), dim=-1) if len(asking) else None
     _apply_mask(logits, batch)
+    _apply_allowed(logits, batch)
 
     if uses_triton(logits):
         from twopool.kernels.gpu import sampling as gpu
@@ -193,6 +198,17 @@ def _apply_mask(logits: Tensor, batch: SamplingBatch) -> None:
     if known.any():
         where = (_to(batch.masked_rows[known], logits).long(), _to(batch.masked_ids[known], logits).long())
         logits[where] = -torch.inf
+
+
+def _apply_allowed(logits: Tensor, batch: SamplingBatch) -> None:
+    if not len(batch.allowed_rows):
+        return
+    packed = _to(np.ascontiguousarray(batch.allowed_bits).view(np.uint8), logits)  # [G, words * 4]
+    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = bits.bitwise_and_(1).bool().view(len(packed), -1)[:, : logits.shape[1]]
+    rows = _to(batch.allowed_rows, logits).long()
+    logits[rows, : allowed.shape[1]] = logits[rows, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
+    logits[rows, allowed.shape[1] :] = -torch.inf
 
 
 def _draw_tokens(logits: Tensor, rows: npt.NDArray[np.void]) -> tuple[Tensor, npt.NDArray[np.bool_]]:

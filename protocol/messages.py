@@ -7,6 +7,7 @@ one of: finish reasons for all of its choices, ``Busy``, or ``AttemptFailed``.
 Protocol history
   1  first version
   2  tickets by layer groups and with checksums; prefixes are fetched between any two workers
+  3  grammars
 """
 
 from typing import Annotated, Literal
@@ -18,13 +19,14 @@ from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Attempt, ChoiceIndex, Epoch, RequestId, RouterId, WorkerId
 from twopool.protocol.token_hash import HASH_BYTES, TokenIds
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_PROMPT_TOKENS = 4 * 1024 * 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_PEERS = 4096
 MAX_RANKS = 1024
 
@@ -71,6 +73,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
     The router fills in everything a client left out, the seed and the model's EOS ids among it. ``logprobs`` is the
     number of alternatives reported for each token; ``None`` reports nothing, 0 the chosen token alone.
+    ``grammar``, in llguidance's notation, is what a choice's whole output must be; a choice ends when nothing can
+    follow. Where the grammar stands is replayed from the output ids.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
@@ -88,6 +92,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     eos_token_ids: Annotated[tuple[_Index, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     stop_token_ids: Annotated[tuple[_Index, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
 
     @property
     def all_stop_ids(self) -> tuple[int, ...]:
