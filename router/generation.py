@@ -21,6 +21,9 @@ from twopool.router.responses import Usage
 
 _log = logging.getLogger("twopool.router")
 
+_MAX_GAPS = 64
+"""Inter-token gaps kept until they are observed together."""
+
 
 class GenerationListener(Protocol):
     """Who turns progress into an answer."""
@@ -83,7 +86,7 @@ class Generation:
         try:
             for prompt in self._prompts:
                 if prompt.request is not None:
-                    sink = _PromptSink(self, prompt.request, prompt.choices, first, prompt.num_prompt_tokens)
+                    sink = _PromptSink(self, listener, prompt.request, prompt.choices, first, prompt.num_prompt_tokens)
                     self._dispatcher.submit(prompt.request, sink)
                     self._sinks.append(sink)
                 first += len(prompt.choices)
@@ -151,6 +154,7 @@ class _PromptSink:
     def __init__(
         self,
         generation: Generation,
+        listener: GenerationListener,
         request: RoutedRequest,
         choices: list[ChoiceStream],
         first: int,
@@ -166,7 +170,9 @@ class _PromptSink:
         self._arrived_s = request.arrived_s
         self._submitted_s = time.monotonic()
         self._last_s: list[float | None] = [None] * len(choices)
+        self._on_progress = listener.on_progress
         self._itl = generation._metrics.itl
+        self._gaps_s: list[float] = []
         self._compute_s = 0.0
 
     @property
@@ -181,13 +187,19 @@ class _PromptSink:
         now = time.monotonic()
         last_s = self._last_s[index]
         self._last_s[index] = now
-        if last_s is not None:
-            self._itl.observe(now - last_s)
-        else:
+        if last_s is None:
             self._first_of_choice(delta, now)
+        else:
+            self._gaps_s.append(now - last_s)
+            if len(self._gaps_s) == _MAX_GAPS:
+                self._observe_gaps()
+        generation = self._generation
         if choice.push(delta):
-            self._generation._dispatcher.finish_choice(self.request_id, ChoiceIndex(index))
-        self._generation.progressed(self._first + index)
+            generation._dispatcher.finish_choice(self.request_id, ChoiceIndex(index))
+        if choice.finish_reason is None and not generation.is_over:
+            self._on_progress(self._first + index)
+        else:
+            generation.progressed(self._first + index)
 
     def on_error(self, error: TwopoolError) -> None:
         _log.warning("request failed: %s", error.message, extra={"request_id": self.request_id})
@@ -195,6 +207,7 @@ class _PromptSink:
 
     def record(self, metrics: HttpMetrics, *, completed: bool) -> None:
         """The prompt's observations, once, at its end."""
+        self._observe_gaps()
         num_tokens = self.num_tokens
         metrics.generation_tokens += num_tokens
         if self.ttft_s:
@@ -207,6 +220,10 @@ class _PromptSink:
             metrics.end_to_end.observe(time.monotonic() - self._arrived_s)
             metrics.prompt_sizes.observe(self.num_prompt_tokens)
             metrics.generation_sizes.observe(num_tokens)
+
+    def _observe_gaps(self) -> None:
+        self._itl.observe_all(self._gaps_s)
+        self._gaps_s.clear()
 
     def _first_of_choice(self, delta: TokenDelta, now: float) -> None:
         if not self.ttft_s:

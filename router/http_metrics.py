@@ -1,11 +1,11 @@
 """What the HTTP half counts and times, in Prometheus terms.
 
-Plain Python numbers behind one collector: an observation is a binary search and two additions, cheap enough for every
-token. Label values come from closed sets, so no client can make a time series.
+Plain Python numbers behind one collector: an observation is a binary search and two additions. Tokens are observed a
+few dozen at a time. Label values come from closed sets, so no client can make a time series.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -33,6 +33,18 @@ class Histogram:
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def observe_all(self, values: list[float]) -> None:
+        """Many at once, at the cost of a sort and one search a bound. Sorts ``values``."""
+        values.sort()
+        counts = self._counts
+        before = 0
+        for index, bound in enumerate(self._bounds):
+            upto = bisect_right(values, bound, before)
+            counts[index] += upto - before
+            before = upto
+        counts[-1] += len(values) - before
+        self._sum += sum(values)
 
     @property
     def count(self) -> int:

@@ -32,7 +32,10 @@ class ClientConnection:
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
-        self._flow = protocol.flow
+        self.flow = protocol.flow
+        """``flow.write_paused``: whether the transport's buffer is over its high-water mark: the cheap look before
+        ``buffered_bytes``.
+        """
         self._on_lost: Callable[[], None] | None = None
         self._lost: asyncio.Event = asyncio.Event()
         self.header_error: TwopoolError | None = None
@@ -41,11 +44,6 @@ class ClientConnection:
     @property
     def is_lost(self) -> bool:
         return self._cycle.disconnected or self._lost.is_set()
-
-    @property
-    def is_write_paused(self) -> bool:
-        """Whether the transport's buffer is over its high-water mark: the cheap look before ``buffered_bytes``."""
-        return self._flow.write_paused
 
     @property
     def buffered_bytes(self) -> int:

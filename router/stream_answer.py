@@ -132,23 +132,22 @@ class StreamAnswer:
         """Format all that is new and write it at once."""
         if self._ended.done():
             return
-        if self._connection.is_write_paused and self._connection.buffered_bytes > self._max_buffer_bytes:
+        connection = self._connection
+        if connection.flow.write_paused and connection.buffered_bytes > self._max_buffer_bytes:
             self._generation.cancel("slow_reader")
-            self._connection.abort()
+            connection.abort()
             self._end(whole=False)
-        elif self._is_plain and self._error is None and not self._is_completed and len(self._dirty) == 1:
-            self._flush_text(self._dirty.popitem()[0])
-        else:
-            self._flush_events()
-
-    def _flush_text(self, index: int) -> None:
-        """The way of nearly every token: new text of one choice and nothing else."""
-        choice = self._generation.choices[index]
-        if index not in self._started or choice.finish_reason is not None:
+            return
+        if self._is_plain and self._error is None and not self._is_completed and len(self._dirty) == 1:
+            # The way of nearly every token: new text of one choice and nothing else.
+            index, _ = self._dirty.popitem()
+            choice = self._generation.choices[index]
+            if index in self._started and choice.finish_reason is None:
+                if text := choice.take_text():
+                    connection.write_chunk(self._writer.plain_text(index, text))
+                return
             self._dirty[index] = None
-            self._flush_events()
-        elif text := choice.take_text():
-            self._connection.write_chunk(self._writer.plain_text(index, text))
+        self._flush_events()
 
     def _flush_events(self) -> None:
         events: list[bytes] = []

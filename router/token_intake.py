@@ -74,7 +74,9 @@ class TokenIntake:
                 self._drop("stale")
                 continue
             token_ids = delta.token_ids
-            if delta.choice >= len(flight.choices) or not _valid(token_ids, vocab_size):
+            is_single = len(token_ids) == 1
+            is_valid = 0 <= token_ids[0] < vocab_size if is_single else _are_valid(token_ids, vocab_size)
+            if delta.choice >= len(flight.choices) or not is_valid:
                 self._drop("invalid")
                 self._owner.retry(flight, worker, f"{worker.worker_id} sent tokens that cannot be")
                 continue
@@ -87,7 +89,8 @@ class TokenIntake:
                 if new is None:
                     continue
                 delta, token_ids = new, new.token_ids
-            if len(token_ids) == 1:
+                is_single = len(token_ids) == 1
+            if is_single:
                 output_ids.append(token_ids[0])
             else:
                 output_ids.extend(token_ids)
@@ -208,7 +211,5 @@ class TokenIntake:
         return True
 
 
-def _valid(token_ids: tuple[int, ...], vocab_size: int) -> bool:
-    if len(token_ids) == 1:
-        return 0 <= token_ids[0] < vocab_size
+def _are_valid(token_ids: tuple[int, ...], vocab_size: int) -> bool:
     return all(0 <= token_id < vocab_size for token_id in token_ids)
