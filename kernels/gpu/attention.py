@@ -33,6 +33,7 @@ HostInts = npt.NDArray[np.int32]
 SPLIT = 256  # tokens
 _BLOCK_M = 64  # rows: the smallest tile that Hopper's warpgroup MMA takes, so decode and prefill share it
 _MAX_PROGRAMS = 2048  # of the persistent split kernel
+_MAX_QUERY_BYTES = 64 * 1024  # of a tile, all that an MI300 has
 _NO_WINDOW = 2**31 - 1
 _LOG2_E = 1.4426950408889634
 _LISTS = [
@@ -522,6 +523,8 @@ def _configuration(
     """Constants and launch options of both attention kernels, which have to be equal for their bits to be."""
     block_d = max(16, next_power_of_two(head_dim))
     row_bytes = block_d * dtype.itemsize
+    if head_dim > 256 or block_rows(group) * row_bytes > _MAX_QUERY_BYTES:
+        raise ValueError(f"attention of {group} heads a KV head of {head_dim} in {dtype} does not fit a GPU's memory")
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "NUM_LAYERS": num_layers,

@@ -23,6 +23,13 @@ def test_more_heads_than_a_tile_has_rows() -> None:
     Problem(Case([(1, 20), (3, 30)], num_heads=71, num_kv_heads=1)).check()
 
 
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        Problem(Case([(1, 20)], num_heads=71, num_kv_heads=1, head_dim=256)).solve()
+    with pytest.raises(ValueError, match="does not fit"):
+        Problem(Case([(1, 20)], num_heads=1, num_kv_heads=1, head_dim=288)).solve()
+
+
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_large_heads(head_dim: int) -> None:
     Problem(Case([(1, 20), (40, 70)], num_heads=2, num_kv_heads=1, head_dim=head_dim)).check()
