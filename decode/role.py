@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from twopool.decode.handover import Handover, SourceBusyError, SourceFailedError, SourceLostError
+from twopool.decode.handover import Handover, SourceBusyError, SourceFailedError
 from twopool.engine.jobs import JobTable
+from twopool.engine.prefix_fetch import PrefixFetch, plan_prefix_fetch
 from twopool.engine.reports import error_info, with_reports
-from twopool.engine.requests import AttemptKey, EngineRequest, LocalPrefill, StepOutput
+from twopool.engine.requests import AttemptKey, EngineRequest, LayerProgress, LocalPrefill, StepOutput
 from twopool.engine.router_link import RequestMessage
 from twopool.engine.source_links import SourceLink, SourceReply
 from twopool.engine.source_server import Reader, SourceRequest
 from twopool.engine.tickets import tickets_hold
 from twopool.engine.worker import WorkerHost
-from twopool.kv_transfer.interface import FetchReport
-from twopool.protocol.errors import ContextLengthError, OverloadedError, TransferError, TwopoolError
-from twopool.protocol.ids import ChoiceIndex, RouterId, WorkerId
+from twopool.protocol.errors import ContextLengthError, OverloadedError, PeerLostError, TransferError, TwopoolError
+from twopool.protocol.ids import BlockId, ChoiceIndex, RouterId, WorkerId
 from twopool.protocol.messages import (
     AttemptFailed,
     Busy,
@@ -37,6 +37,7 @@ from twopool.protocol.messages import (
     Confirm,
     Confirmed,
     ErrorInfo,
+    FetchPrefix,
     Generate,
     KvReady,
     PeerInfo,
@@ -44,20 +45,21 @@ from twopool.protocol.messages import (
     Prefill,
     PrefillFailed,
     PrefillReport,
+    PrefixHint,
     ReleasePrefill,
     ResendFrom,
     TokenDelta,
     Tokens,
     unpack_ids,
 )
-from twopool.protocol.token_hash import HashChain
+from twopool.protocol.token_hash import HashChain, TokenIds
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class DecodeJob:
-    """One attempt this worker was granted. ``handover`` and ``task`` exist until it runs.
+    """One attempt this worker was granted. ``dialog``, if KV comes from a peer, and ``task`` exist until it runs.
 
     ``cancelled_choices`` the router gave up before the engine had them.
     """
@@ -66,7 +68,7 @@ class DecodeJob:
     key: AttemptKey
     request: EngineRequest
     deadline_s: float
-    handover: Handover | None = None
+    dialog: Handover | PrefixFetch | None = None
     task: "asyncio.Task[None] | None" = None
     cancelled_choices: set[ChoiceIndex] = field(default_factory=set)
 
@@ -81,8 +83,7 @@ class DecodeRole:
 
     @property
     def expects_readers(self) -> bool:
-        """Nobody reads from a decode worker outside handshakes yet."""
-        return False
+        return len(self._host.prefixes) > 0
 
     def start_draining(self) -> None:
         self._draining = True
@@ -125,9 +126,9 @@ class DecodeRole:
         )
         self._host.engine.expect(job.request)
         self.jobs.add(key, job)
-        job.task = asyncio.create_task(self._serve(job, message.prefill))
+        job.task = asyncio.create_task(self._serve(job, message.prefill, message.prefix))
 
-    async def _serve(self, job: DecodeJob, prefill: PeerRef | None) -> None:
+    async def _serve(self, job: DecodeJob, prefill: PeerRef | None, prefix: PrefixHint | None) -> None:
         """Bring a job to RUNNING, or tell the router why not."""
         blame = prefill.worker_id if prefill else self._host.worker_id
         try:
@@ -135,48 +136,78 @@ class DecodeRole:
                 raise OverloadedError("this worker is draining")
             await self._host.faults.reached("queued")
             if prefill is None:
-                self._host.engine.submit(job.request)
-                self._host.transfer_stats.local_prefills += 1
+                await self._prefill_here(job, prefix)
             else:
                 async with asyncio.timeout(job.deadline_s - time.monotonic()):
-                    await self._hand_over(job, prefill)
+                    await self._hand_over(job, prefill, prefix)
         except SourceBusyError:
             self._end_busy(job, blame)
         except OverloadedError:
             self._end_busy(job, self._host.worker_id)
         except SourceFailedError as error:
             self._end_failed(job, error.info, blame)
-        except SourceLostError as error:
+        except PeerLostError as error:
+            self._host.on_transfer_failed(prefill, error)
             self._end_failed(job, ErrorInfo(kind="peer_lost", message=error.message, retryable=True), blame)
         except TimeoutError:
             error_text = "handover did not finish in time"
             self._end_failed(job, ErrorInfo(kind="timeout", message=error_text, retryable=True), blame)
         except TransferError as error:
-            self._host.transfer_stats.kv_transfer_failures += 1
+            self._host.on_transfer_failed(prefill, error)
             self._end_failed(job, error_info(error), blame)
         except (TwopoolError, ValueError) as error:
             self._end_failed(job, error_info(error), None)
         finally:
-            job.handover = None
+            job.dialog = None
 
-    async def _hand_over(self, job: DecodeJob, prefill: PeerRef) -> None:
+    async def _prefill_here(self, job: DecodeJob, prefix: PrefixHint | None) -> None:
+        """Submit to the engine, with the KV a peer is thought to have read first."""
+        request = job.request
+        self._host.engine.check(request)
+        held: list[BlockId] = []
+        link = self._host.sources.get(prefix.source) if prefix else None
+        if prefix is not None and link is not None:
+            fetch = job.dialog = plan_prefix_fetch(
+                key=job.key,
+                token_ids=self._token_ids(request),
+                salt=request.salt,
+                num_tokens=prefix.num_tokens,
+                link=link,
+                worker=self._host.kv_memory,
+            )
+            if fetch is not None:
+                held = await fetch.run()
+                self._host.transfer_stats.kv_prefix_tokens += fetch.num_read_tokens
+        try:
+            self._host.engine.submit(request)
+        finally:
+            self._host.pool.release(held)
+        self._host.transfer_stats.local_prefills += 1
+
+    async def _hand_over(self, job: DecodeJob, prefill: PeerRef, prefix: PrefixHint | None) -> None:
         link = self._host.sources.get(prefill)
         if link is None:
-            raise SourceLostError(f"no link to {prefill.worker_id}")
-        job.handover = self._start_handover(job, link)
-        done = await job.handover.run()
-        job.handover = None
+            raise PeerLostError(f"no link to {prefill.worker_id}")
+        handover = job.dialog = self._start_handover(job, link, prefix)
+        done = await handover.run()
+        job.dialog = None
+        self._host.on_handed_over(done.report)
         deltas = (with_reports(done.deltas[0], handover=done.report), *done.deltas[1:])
         self._send_tokens(job.router_id, deltas)
         self._host.engine.adopt(job.request, block_table=done.block_table, first=deltas, reservation=done.reservation)
         for choice in job.cancelled_choices:
             self._host.engine.cancel_choice(job.key, choice)
 
-    def _start_handover(self, job: DecodeJob, link: SourceLink) -> Handover:
+    @staticmethod
+    def _token_ids(request: EngineRequest) -> TokenIds:
+        """Prompt and, of a request that goes on, the output of its first choice."""
+        outputs = unpack_ids(request.choices[0].output_ids)
+        return np.concatenate([request.prompt_ids, outputs]) if len(outputs) else request.prompt_ids
+
+    def _start_handover(self, job: DecodeJob, link: SourceLink, prefix: PrefixHint | None) -> Handover:
         """Reserve the whole request's blocks; the prefix cache's count among them. Raises ``OverloadedError``."""
         request, pool = job.request, self._host.pool
-        outputs = unpack_ids(request.choices[0].output_ids)
-        token_ids = np.concatenate([request.prompt_ids, outputs]) if len(outputs) else request.prompt_ids
+        token_ids = self._token_ids(request)
         if len(token_ids) >= self._host.engine.max_model_len:
             raise ContextLengthError(f"{len(token_ids)} tokens leave no room in {self._host.engine.max_model_len}")
         reservation = self._host.engine.reserve(len(token_ids), len(request.choices))
@@ -190,24 +221,16 @@ class DecodeRole:
             chain=chain,
             held=held,
             reservation=reservation,
+            prefix=prefix,
             deadline_s=job.deadline_s,
             link=link,
-            pool=pool,
-            transport=self._host.transport,
-            faults=self._host.faults,
-            on_fetched=self._on_fetched,
+            worker=self._host.kv_memory,
         )
-
-    def _on_fetched(self, report: FetchReport) -> None:
-        stats = self._host.transfer_stats
-        stats.kv_transfers += 1
-        stats.kv_transfer_bytes += report.num_bytes
-        stats.kv_transfer_s += report.transfer_s
 
     def _on_cancel_choice(self, message: CancelChoice) -> None:
         key = AttemptKey(message.request_id, message.attempt)
         job = self.jobs.get(key)
-        if job is not None and job.handover is not None:
+        if job is not None and job.dialog is not None:
             job.cancelled_choices.add(message.choice)
         self._host.engine.cancel_choice(key, message.choice)
 
@@ -232,29 +255,32 @@ class DecodeRole:
     def on_source_reply(self, source: PeerRef, message: SourceReply) -> None:
         subject = message.ticket if isinstance(message, KvReady) else message
         job = self.jobs.get(AttemptKey(subject.request_id, subject.attempt))
-        if job is not None and job.handover is not None and job.handover.link.ref == source:
-            job.handover.on_reply(message)
+        if job is not None and job.dialog is not None and job.dialog.link.ref == source:
+            job.dialog.on_reply(message)
 
     def on_source_lost(self, source: PeerRef) -> None:
         for job in self.jobs.all():
-            if job.handover is not None and job.handover.link.ref == source:
-                job.handover.fail(SourceLostError(f"{source.worker_id} is gone"))
+            if job.dialog is not None and job.dialog.link.ref == source:
+                job.dialog.fail(PeerLostError(f"{source.worker_id} is gone"))
 
-    # --- from readers: a decode worker's blocks may be confirmed, but it prefills for nobody ---
+    # --- from readers: a decode worker offers the prefixes it has, but it prefills for nobody ---
 
     def on_source_request(self, reader: Reader, message: SourceRequest) -> None:
         match message:
             case Prefill():
                 error = ErrorInfo(kind="internal", message="a decode worker prefills for nobody", retryable=True)
                 reader.send(PrefillFailed(request_id=message.request_id, attempt=message.attempt, error=error))
+            case FetchPrefix():
+                self._host.prefixes.on_fetch(reader, message)
             case Confirm():
-                valid = tickets_hold(message.tickets, self._host.pool)
-                reader.send(Confirmed(request_id=message.request_id, attempt=message.attempt, valid=valid))
+                if not self._host.prefixes.on_confirm(reader, message):
+                    valid = tickets_hold(message.tickets, self._host.pool)
+                    reader.send(Confirmed(request_id=message.request_id, attempt=message.attempt, valid=valid))
             case ReleasePrefill():
-                pass
+                self._host.prefixes.on_release(reader, AttemptKey(message.request_id, message.attempt))
 
     def on_reader_lost(self, reader: Reader) -> None:
-        """Nothing is held for readers."""
+        self._host.prefixes.on_reader_lost(reader)
 
     # --- from the engine ---
 
@@ -275,6 +301,9 @@ class DecodeRole:
             job = self.jobs.get(key)
             if job is not None:
                 self._end_failed(job, error, None)
+
+    def on_layers(self, progress: LayerProgress) -> None:
+        """Nobody waits for the layers of a local prefill."""
 
     def _prefill_report(self, local: LocalPrefill) -> PrefillReport:
         return PrefillReport(

@@ -23,6 +23,7 @@ from twopool.engine.requests import (
     AttemptKey,
     EngineRequest,
     EngineStats,
+    LayerProgress,
     LocalPrefill,
     PrefillProgress,
     PrefillResult,
@@ -70,6 +71,7 @@ class Engine:
         scheduler_config: SchedulerConfig,
         executor: StepExecutor,
         on_step: Callable[[StepOutput], None],
+        layer_marks: tuple[int, ...] = (),
     ) -> None:
         self._grammars = grammars
         self._pool = pool
@@ -82,6 +84,8 @@ class Engine:
         self._retained: OrderedDict[AttemptKey, RequestState] = OrderedDict()
         self._doomed: list[Sequence] = []
         self._in_step = False
+        self._layer_marks = layer_marks
+        self._last_chunks: list[Chunk] = []
         self._output = StepOutput()
         self._wake = asyncio.Event()
         self._num_arrivals = 0
@@ -240,6 +244,16 @@ class Engine:
                     self._check_pool()
                 await self._wake.wait()
 
+    def layers_done(self, layer_end: int) -> list[LayerProgress]:
+        """What the step under way has completed of prefills' last chunks, once layers below ``layer_end`` are done."""
+        if not self._in_step:
+            return []
+        return [
+            LayerProgress(sequence.request.key, tuple(sequence.blocks), sequence.num_tokens, layer_end)
+            for sequence in (chunk.sequence for chunk in self._last_chunks)
+            if not sequence.request.abandoned
+        ]
+
     # --- a step
 
     async def _step(self, schedule: Schedule) -> None:
@@ -249,6 +263,9 @@ class Engine:
             if request.first_scheduled_at is None:
                 request.first_scheduled_at = now
         plan = build_plan(schedule, self._pool.block_size)
+        self._last_chunks = [one for one in schedule.chunks if one.draws and one.sequence.request.prefill_only]
+        if self._last_chunks:
+            plan = replace(plan, layer_marks=self._layer_marks)
         # Stays set when the task is cancelled right here: the thread goes on writing, so nothing may be released.
         self._in_step = True
         try:

@@ -1,7 +1,8 @@
 """Runs a step's plan on the model."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +28,38 @@ class Model(Protocol):
         ...
 
 
+class LayeredModel(Protocol):
+    """A model that can say, while it computes, which layers' KV is complete."""
+
+    @property
+    def reports_layers(self) -> bool: ...
+
+    def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Calls ``on_layer(n)`` once K and V of the first ``n`` layers are in the pool's memory, up to all layers."""
+        ...
+
+
 class ModelRunner:
     """One rank's model and KV pool. ``run`` is called from one thread at a time.
 
+    ``on_layers`` hears, on the thread that runs, of the layers a plan marks, where the model reports them.
     ``num_valid_tokens``: tokens from there on are never drawn (the tokenizer knows fewer than the model has rows for).
     """
 
-    def __init__(self, model: Model, kv_pool: Tensor, *, num_valid_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_pool: Tensor,
+        *,
+        num_valid_tokens: int | None = None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> None:
         self._model = model
         self._kv_pool = kv_pool
         self._block_size = kv_pool.shape[-2]
         self._num_valid_tokens = num_valid_tokens
+        self._on_layers = on_layers
+        self._layered = cast(LayeredModel, model) if getattr(model, "reports_layers", False) else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -45,7 +67,10 @@ class ModelRunner:
         if len(plan.copies):
             copies = self._to_device(plan.copies.astype(np.int64))
             copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
-        logits = self._model.forward(self._batch(plan), self._kv_pool)
+        if plan.layer_marks and self._layered is not None:
+            logits = self._layered.forward(self._batch(plan), self._kv_pool, on_layer=self._marked(plan.layer_marks))
+        else:
+            logits = self._model.forward(self._batch(plan), self._kv_pool)
         if len(plan.draw_logits) != len(logits):  # several choices draw from the same logits
             logits = logits.index_select(0, self._to_device(plan.draw_logits))
         sampling = plan.sampling
@@ -61,6 +86,16 @@ class ModelRunner:
         room = (self._kv_pool.shape[0] - 1) * self._block_size
         for num_rows in WARM_UP_ROWS:
             self.run(_warm_up_plan(min(num_rows, max(room, 1)), self._block_size))
+
+    def _marked(self, marks: tuple[int, ...]) -> Callable[[int], None]:
+        """What the model calls after each layer's KV is written: passes the marked ones on."""
+        on_layers = self._on_layers
+
+        def on_layer(num_layers: int) -> None:
+            if on_layers is not None and num_layers in marks:
+                on_layers(num_layers)
+
+        return on_layer
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         query_lens, context_lens = plan.query_lens, plan.context_lens

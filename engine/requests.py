@@ -47,7 +47,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class LayerProgress:
-    """In the step under way a ``prefill_only`` request computes its last tokens, and layers below ``layer_end`` are done.
+    """The step under way computes the last tokens of a ``prefill_only`` request; layers below ``layer_end`` are done.
 
     For those the KV cache of all ``num_tokens`` tokens is complete in ``block_table``.
     """

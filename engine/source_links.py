@@ -11,6 +11,7 @@ A source that is lost is reported at once; the link is retried as long as a rout
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -78,6 +79,8 @@ class SourceLinks:
         self.handler = handler
         self.on_ready_change = on_ready_change
         self.num_rejected_messages = 0
+        self.num_refused = 0
+        self.num_quarantined = 0
         self._listed: dict[RouterId, tuple[PeerInfo, ...]] = {}
         self._links: dict[PeerRef, SourceLink] = {}
         self._tasks: dict[PeerRef, asyncio.Task[None]] = {}
@@ -104,6 +107,19 @@ class SourceLinks:
         link = self._links.get(source)
         return link if link is not None and link.kv_link is not None else None
 
+    @property
+    def canary_age_s(self) -> float | None:
+        """Seconds since the oldest ready link's canary was read; ``None`` without one."""
+        read = [link.canary_read_s for link in self._links.values() if link.kv_link is not None]
+        return time.monotonic() - min(read) if read else None
+
+    def quarantine(self, source: PeerRef, seconds: float) -> None:
+        """Drop the link to a source whose bytes were wrong, and make no new one for ``seconds``."""
+        link = self._links.get(source)
+        if link is not None and link.kv_link is not None:
+            self.num_quarantined += 1
+            link.quarantine(seconds)
+
     def _reconcile(self) -> None:
         if self._group is None:
             return
@@ -127,6 +143,8 @@ class SourceLink:
     def __init__(self, ref: PeerRef, address: str, owner: SourceLinks) -> None:
         self.ref = ref
         self.kv_link: PeerLink | None = None
+        self.block_size = 0
+        self.canary_read_s = 0.0
         self._address = address
         self._owner = owner
         self._decoder = source_to_reader_decoder()
@@ -143,6 +161,11 @@ class SourceLink:
     def send(self, message: msgspec.Struct) -> bool:
         return self._socket is not None and self._socket.send(encode(message))
 
+    def quarantine(self, seconds: float) -> None:
+        """Read nothing from this source for ``seconds``: what came from it was not what it has."""
+        self._retry_s = seconds
+        _resolve(self._lost, None)
+
     def reset_if_closed(self) -> None:
         """Connect anew when the transport found the peer lost although its control connection stands."""
         if self.kv_link is not None and not self.kv_link.is_open:
@@ -155,6 +178,7 @@ class SourceLink:
             try:
                 await self._one_connection()
             except (TransferError, ProtocolError, TimeoutError, ConnectionError) as error:
+                self._owner.num_refused += isinstance(error, (TransferError, ProtocolError))
                 logger.warning("no link to source: %s", error, extra={"worker_id": self.worker_id})
             finally:
                 self._forget()
@@ -176,7 +200,10 @@ class SourceLink:
         if PeerRef(identity.worker_id, identity.epoch) != self.ref:
             raise ProtocolError(f"{self._address} is {identity.worker_id} of another epoch, not {self.ref.worker_id}")
         connecting = asyncio.ensure_future(self._owner.transport.connect(identity, timeout_s=HANDSHAKE_TIMEOUT_S))
-        self.kv_link = await self._unless_lost(connecting, HANDSHAKE_TIMEOUT_S + 1)
+        kv_link = await self._unless_lost(connecting, HANDSHAKE_TIMEOUT_S + 1)
+        self.block_size = identity.ranks[0].geometry.block_size
+        self.canary_read_s = time.monotonic()
+        self.kv_link = kv_link
         logger.info("ready to read from source", extra={"worker_id": self.worker_id})
         self._owner.on_ready_change()
         await self._lost

@@ -42,7 +42,7 @@ class Reader:
     def __init__(self, connection: bytes, identity: PeerIdentity, server: "SourceServer") -> None:
         self.identity = identity
         self.is_lost = False
-        self._connection = connection
+        self.connection = connection
         self._server = server
 
     @property
@@ -52,7 +52,7 @@ class Reader:
     def send(self, message: msgspec.Struct) -> None:
         """Dropped when the reader is gone: its loss is reported separately."""
         if not self.is_lost:
-            self._server.send(self._connection, message)
+            self._server.send(self.connection, message)
 
 
 class SourceHandler(Protocol):
@@ -78,6 +78,7 @@ class SourceServer:
         handler: SourceHandler,
     ) -> None:
         self.num_rejected_messages = 0
+        self.num_refused = 0
         self._compatibility_hash = compatibility_hash
         self._identity = identity
         self._handler = handler
@@ -120,6 +121,7 @@ class SourceServer:
             peer = handshake.check(message, self._compatibility_hash)
         except ProtocolError as error:
             self.num_rejected_messages += 1
+            self.num_refused += 1
             logger.error("refused a peer: %s", error.message)
             self.send(connection, PeerRefused(error.message))
             return

@@ -41,6 +41,8 @@ class StepPlan:
     """R draws, each from the logits of one of the L sequences"""
     draw_logits: Ints
     """[R] int32, which of the L rows of logits each draw is from"""
+    layer_marks: tuple[int, ...] = ()
+    """ascending: numbers of layers whose completion is worth a word while the step goes on; others are not reported"""
     masks: StepMasks | None = None
     """what the grammars of some draws allow"""
 

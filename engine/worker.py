@@ -10,10 +10,11 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 import uvloop
@@ -21,27 +22,33 @@ import uvloop
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
 from twopool.engine.grammar import GrammarEngine
+from twopool.engine.incoming import KvMemory
 from twopool.engine.loading import LoadedModel, load_model
 from twopool.engine.model_runner import ModelRunner
-from twopool.engine.requests import StepOutput
+from twopool.engine.prefix_source import PrefixSource
+from twopool.engine.requests import LayerProgress, StepOutput
 from twopool.engine.router_link import RouterHandler, RouterLinks
 from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.source_links import ReaderHandler, SourceLinks
 from twopool.engine.source_server import SourceHandler, SourceServer
 from twopool.engine.step import StepExecutor, StepPlan, StepResult, ThreadExecutor
+from twopool.engine.tickets import TicketWriter
 from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.fault_points import FaultPoints
-from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport
 from twopool.kv_transfer.local import LocalFabric
 from twopool.protocol.config import WorkerConfig
-from twopool.protocol.errors import ConfigError, TwopoolError
+from twopool.protocol.errors import ConfigError, CorruptKvError, TransferError, TwopoolError
 from twopool.protocol.ids import WorkerId, new_epoch, new_worker_id
 from twopool.protocol.logs import setup_logging
 from twopool.protocol.messages import (
     PROTOCOL_VERSION,
     Draining,
+    HandoverReport,
     Heartbeat,
+    KvVerify,
     PeerIdentity,
+    PeerRef,
     Register,
     Role,
     WorkerStats,
@@ -51,6 +58,8 @@ from twopool.protocol.security import Security
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
+QUARANTINE_S = 30.0
+"""How long a source whose checksums did not match is not read from."""
 
 
 class OpenJobs(Protocol):
@@ -74,6 +83,10 @@ class WorkerRole(RouterHandler, SourceHandler, ReaderHandler, Protocol):
 
     def on_step(self, output: StepOutput) -> None: ...
 
+    def on_layers(self, progress: LayerProgress) -> None:
+        """Layers of a prompt's last chunk are complete."""
+        ...
+
     def on_tick(self, now_s: float) -> None: ...
 
     def start_draining(self) -> None:
@@ -92,9 +105,15 @@ class TransferStats:
     kv_transfers: int = 0
     kv_transfer_bytes: int = 0
     kv_transfer_s: float = 0.0
-    kv_transfer_failures: int = 0
+    kv_ranges: int = 0
+    kv_posts: int = 0
+    kv_hidden_s: float = 0.0
+    kv_exposed_s: float = 0.0
+    kv_verified_bytes: int = 0
+    kv_prefix_tokens: int = 0
+    kv_failures: Counter[str] = field(default_factory=Counter)
+    kv_reclaimed: Counter[str] = field(default_factory=Counter)
     stale_tickets: int = 0
-    pins_expired: int = 0
     local_prefills: int = 0
 
 
@@ -121,6 +140,7 @@ class WorkerHost:
             epoch=new_epoch(),
             prefix_caching=config.enable_prefix_caching,
         )
+        self._loop = asyncio.get_running_loop()
         self._model = model
         self._role_name = role
         self._stopping = asyncio.Event()
@@ -135,9 +155,9 @@ class WorkerHost:
             ucx_tls=config.ucx_tls,
             fabric=fabric,
             faults=self.faults,
-            loop=asyncio.get_running_loop(),
+            loop=self._loop,
         )
-        self.executor: StepExecutor = _executor(model, self.faults)
+        self.executor: StepExecutor = _executor(model, self.faults, self._on_layers)
         self.engine = Engine(
             pool=self.pool,
             grammars=GrammarEngine(model.folder, model.decoder.config.vocab_size),
@@ -150,6 +170,20 @@ class WorkerHost:
             ),
             executor=self.executor,
             on_step=self._on_step,
+            layer_marks=layer_marks(model.geometry.num_layers, config.kv_layer_groups),
+        )
+        self.tickets = TicketWriter(self.pool, model.kv_pool, model.geometry)
+        self.prefixes = PrefixSource(self.tickets, lease_s=config.pin_lease_s, on_reclaimed=self.on_reclaimed)
+        self.kv_memory = KvMemory(
+            pool=self.pool,
+            memory=model.kv_pool,
+            geometry=model.geometry,
+            transport=self.transport,
+            faults=self.faults,
+            verify=cast(KvVerify, config.kv_verify),
+            on_fetched=self._on_fetched,
+            on_verified=self._on_verified,
+            on_failed=self.on_transfer_failed,
         )
         self.role = make_role(self)
         self._server = SourceServer(
@@ -189,6 +223,7 @@ class WorkerHost:
             await self._stopping.wait()
             await self._drain()
             await self.role.close()
+            self.prefixes.close()
             for task in tasks:
                 task.cancel()
         self._server.close()
@@ -206,12 +241,49 @@ class WorkerHost:
         """Tell the transport how closely it has to listen to peers."""
         self.transport.expect_readers(self.role.expects_readers or self._server.in_handshake)
 
+    def on_reclaimed(self, reason: str) -> None:
+        """A pin ended."""
+        self.transfer_stats.kv_reclaimed[reason] += 1
+        self.update_expected_readers()
+
+    def on_handed_over(self, report: HandoverReport) -> None:
+        self.transfer_stats.kv_hidden_s += report.hidden_s
+        self.transfer_stats.kv_exposed_s += report.exposed_s
+
+    def on_transfer_failed(self, source: PeerRef | None, error: TransferError) -> None:
+        """Count a failed transfer; a source whose bytes were wrong is not read from for a while."""
+        self.transfer_stats.kv_failures[error.kind] += 1
+        logger.warning("KV transfer failed (%s): %s", error.kind, error.message)
+        if isinstance(error, CorruptKvError) and source is not None:
+            logger.error("not reading from %s for %g s: its bytes arrived changed", source.worker_id, QUARANTINE_S)
+            self.sources.quarantine(source, QUARANTINE_S)
+
+    def _on_layers(self, layer_end: int) -> None:
+        """Called on the compute thread; what it means is looked up on the loop, in order with the step's end."""
+        self._loop.call_soon_threadsafe(self._pass_on_layers, layer_end)
+
+    def _pass_on_layers(self, layer_end: int) -> None:
+        for progress in self.engine.layers_done(layer_end):
+            self.role.on_layers(progress)
+
+    def _on_fetched(self, report: FetchReport) -> None:
+        stats = self.transfer_stats
+        stats.kv_transfers += 1
+        stats.kv_transfer_bytes += report.num_bytes
+        stats.kv_transfer_s += report.transfer_s
+        stats.kv_ranges += report.num_ranges
+        stats.kv_posts += report.num_posts
+
+    def _on_verified(self, num_bytes: int) -> None:
+        self.transfer_stats.kv_verified_bytes += num_bytes
+
     def _on_step(self, output: StepOutput) -> None:
         self.role.on_step(output)
 
     async def _tick(self) -> None:
         while True:
             self.role.on_tick(time.monotonic())
+            self.prefixes.on_tick(time.monotonic())
             self.update_expected_readers()
             await asyncio.sleep(TICK_S)
 
@@ -288,9 +360,18 @@ class WorkerHost:
                 kv_transfers=transfer.kv_transfers,
                 kv_transfer_bytes=transfer.kv_transfer_bytes,
                 kv_transfer_s=transfer.kv_transfer_s,
-                kv_transfer_failures=transfer.kv_transfer_failures,
                 stale_tickets=transfer.stale_tickets,
-                pins_expired=transfer.pins_expired,
+                kv_ranges=transfer.kv_ranges,
+                kv_posts=transfer.kv_posts,
+                kv_hidden_s=transfer.kv_hidden_s,
+                kv_exposed_s=transfer.kv_exposed_s,
+                kv_verified_bytes=transfer.kv_verified_bytes,
+                kv_prefix_tokens=transfer.kv_prefix_tokens,
+                kv_failures=dict(transfer.kv_failures),
+                kv_reclaimed=dict(transfer.kv_reclaimed),
+                handshakes_refused=self._server.num_refused + self.sources.num_refused,
+                pairs_quarantined=self.sources.num_quarantined,
+                canary_age_s=self.sources.canary_age_s,
             ),
             peers=self.sources.ready(),
         )
@@ -313,9 +394,15 @@ def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callab
     return 0
 
 
-def _executor(model: LoadedModel, faults: FaultPoints) -> StepExecutor:
+def layer_marks(num_layers: int, num_groups: int) -> tuple[int, ...]:
+    """The numbers of layers after which a group of them is complete; none where there is one group."""
+    groups = min(num_groups, num_layers)
+    return tuple(num_layers * (group + 1) // groups for group in range(groups)) if groups > 1 else ()
+
+
+def _executor(model: LoadedModel, faults: FaultPoints, on_layers: Callable[[int], None]) -> StepExecutor:
     """The warmed-up executor of this process's rank."""
-    runner = ModelRunner(model.decoder, model.kv_pool)
+    runner = ModelRunner(model.decoder, model.kv_pool, on_layers=on_layers)
     runner.warm_up()
     executor = ThreadExecutor(runner.run)
     return _HoldingExecutor(executor, faults) if faults.is_active else executor

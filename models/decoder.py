@@ -1,7 +1,7 @@
 """The one decoder: every supported family is a configuration of it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class _Step:
     signed_sin: Tensor
     plans: Mapping[int | None, AttentionPlan]
     """one for each distinct sliding window"""
+    on_layer: Callable[[int], None] | None
 
 
 class Decoder:
@@ -80,10 +81,20 @@ class Decoder:
         return cls(config, weights, weights_fingerprint=files.fingerprint(list(expected)))
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
-        """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits."""
+    def forward(
+        self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits.
+
+        on_layer: called with n once the K and V of the first n layers are written; see `reports_layers`.
+        """
         self._check_pool(kv_pool)
-        return self.forward_planned(batch, kv_pool, self.plan(batch, kv_pool))
+        return self.forward_planned(batch, kv_pool, self.plan(batch, kv_pool), on_layer=on_layer)
+
+    @property
+    def reports_layers(self) -> bool:
+        """Whether `on_layer` tells when a layer is done: on a GPU it could tell only when its kernels were launched."""
+        return self.device.type == "cpu"
 
     def plan(self, batch: ForwardBatch, kv_pool: Tensor) -> dict[int | None, AttentionPlan]:
         """The attention plans of a batch, one for each distinct sliding window."""
@@ -91,7 +102,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward_planned(
-        self, batch: ForwardBatch, kv_pool: Tensor, plans: Mapping[int | None, AttentionPlan]
+        self,
+        batch: ForwardBatch,
+        kv_pool: Tensor,
+        plans: Mapping[int | None, AttentionPlan],
+        *,
+        on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """`forward` with plans made before; on a GPU it touches no host data, so it can be captured as a graph."""
         cos, signed_sin = self._rotary.rows(batch.positions)
@@ -101,6 +117,7 @@ class Decoder:
             cos=cos,
             signed_sin=signed_sin,
             plans=plans,
+            on_layer=on_layer,
         )
         hidden = self._hidden(batch, step)
         return linear(hidden, self._weights.head).float()
@@ -120,6 +137,8 @@ class Decoder:
         normed = rms_norm(residual, weights.layers[0].input_norm, eps)
         for number, layer in enumerate(weights.layers):
             attended = self._attention(normed, number, layer, step)
+            if step.on_layer is not None:
+                step.on_layer(number + 1)
             last = number + 1 == len(weights.layers)
             if last:  # the rest of the last layer matters only where logits are wanted
                 attended = gather_rows(attended, batch.logit_rows)

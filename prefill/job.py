@@ -2,27 +2,30 @@
 
 ::
 
-    QUEUED ──first step──► RUNNING ──first tokens sampled──► PINNED ──confirm──► RELEASED
-      │                       │                                │
-      └───────────────────────┴── release, reader or router lost, deadline, lease ──► RELEASED
+    FETCHING ──► QUEUED ──first step──► RUNNING ──first tokens sampled──► PINNED ──confirm──► RELEASED
+       │           │                       │                                │
+       └───────────┴───────────────────────┴── release, reader or router lost, deadline, lease ──► RELEASED
 
-While QUEUED and RUNNING the engine owns the blocks; while PINNED they are kept for the reader alone.
+Most jobs start QUEUED: FETCHING is for those whose prefix another worker has. While QUEUED and RUNNING the engine owns
+the blocks; while PINNED they are kept for the reader alone.
 """
 
+import asyncio
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
-
+from twopool.engine.outbox import Outbox
+from twopool.engine.prefix_fetch import PrefixFetch
 from twopool.engine.requests import AttemptKey
 from twopool.engine.source_server import Reader
-from twopool.protocol.ids import BlockId, Epoch, RouterId
-from twopool.protocol.messages import Prefill, Ticket, pack_ids, unpack_ids
+from twopool.protocol.ids import BlockId, RouterId
+from twopool.protocol.messages import FirstTokens, KvVerify, Prefill, unpack_ids
 from twopool.protocol.token_hash import HashChain, TokenIds
 
 
 class PrefillState(enum.Enum):
+    FETCHING = "fetching"
     QUEUED = "queued"
     RUNNING = "running"
     PINNED = "pinned"
@@ -31,54 +34,38 @@ class PrefillState(enum.Enum):
 
 @dataclass(eq=False)
 class PrefillJob:
-    """A prefill accepted for ``reader``. ``num_offered`` tokens were offered to it so far."""
+    """A prefill accepted for ``reader``. It was offered ``num_offered`` tokens, and of the tokens up to the end the
+    layers below ``layers_offered``. ``fetch`` and ``task`` exist while FETCHING.
+    """
 
     reader: Reader
     router_id: RouterId
     key: AttemptKey
     token_ids: TokenIds
     chain: HashChain
+    verify: KvVerify
     num_offered: int
     deadline_s: float
+    outbox: Outbox
+    layers_offered: int = 0
     state: PrefillState = PrefillState.QUEUED
+    fetch: PrefixFetch | None = None
+    task: "asyncio.Task[None] | None" = None
     pinned: tuple[BlockId, ...] = ()
-    pinned_until_s: float = field(default=0.0)
+    pinned_until_s: float = 0.0
+    first_tokens: FirstTokens | None = None
+    repeat_at_s: float = 0.0
 
     @classmethod
     def of(cls, message: Prefill, reader: Reader) -> "PrefillJob":
-        token_ids = unpack_ids(message.token_ids)
         return cls(
             reader=reader,
             router_id=message.router_id,
             key=AttemptKey(message.request_id, message.attempt),
-            token_ids=token_ids,
+            token_ids=unpack_ids(message.token_ids),
             chain=HashChain(message.salt),
+            verify=message.verify,
             num_offered=message.skip_tokens,
             deadline_s=time.monotonic() + message.timeout_s,
-        )
-
-    def ticket(
-        self,
-        *,
-        block_table: tuple[BlockId, ...],
-        end_token: int,
-        block_size: int,
-        num_layers: int,
-        epoch: Epoch,
-        generations: list[int],
-    ) -> Ticket:
-        """The ticket for ``[num_offered, end_token)``; ``generations`` are those of the blocks that overlap it."""
-        first = self.num_offered // block_size
-        last = -(-end_token // block_size)
-        return Ticket(
-            request_id=self.key.request_id,
-            attempt=self.key.attempt,
-            source_epoch=epoch,
-            start_token=self.num_offered,
-            end_token=end_token,
-            layer_start=0,
-            layer_end=num_layers,
-            block_ids=pack_ids(list(block_table[first:last])),
-            generations=np.asarray(generations, dtype="<i8").tobytes(),
-            token_hash=self.chain.at(end_token, self.token_ids),
+            outbox=Outbox(reader.send),
         )

@@ -7,19 +7,28 @@ Everything here runs on the event loop between steps. Who owns a prompt's blocks
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from twopool.engine.jobs import JobTable
+from twopool.engine.prefix_fetch import PrefixFetch, plan_prefix_fetch
 from twopool.engine.reports import error_info, with_reports
-from twopool.engine.requests import AttemptKey, EngineRequest, PrefillProgress, PrefillResult, StepOutput
+from twopool.engine.requests import (
+    AttemptKey,
+    EngineRequest,
+    LayerProgress,
+    PrefillProgress,
+    PrefillResult,
+    StepOutput,
+)
 from twopool.engine.router_link import RequestMessage
 from twopool.engine.source_links import SourceReply
 from twopool.engine.source_server import Reader, SourceRequest
 from twopool.engine.tickets import tickets_hold
 from twopool.engine.worker import WorkerHost
 from twopool.prefill.job import PrefillJob, PrefillState
-from twopool.protocol.errors import InvalidRequestError, OverloadedError, TwopoolError
+from twopool.protocol.errors import InvalidRequestError, OverloadedError, PeerLostError, TransferError, TwopoolError
 from twopool.protocol.ids import BlockId, RouterId
 from twopool.protocol.messages import (
     AttemptFailed,
@@ -27,6 +36,7 @@ from twopool.protocol.messages import (
     Confirm,
     Confirmed,
     ErrorInfo,
+    FetchPrefix,
     FirstTokens,
     Generate,
     KvReady,
@@ -44,9 +54,12 @@ from twopool.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
+REPEAT_S = 1.0
+"""How often the first tokens are sent again while their reader has not confirmed: a message may be lost."""
+
 
 class PrefillRole:
-    """Serves ``Prefill``, ``Confirm`` and ``ReleasePrefill`` of any number of readers."""
+    """Serves ``Prefill``, ``FetchPrefix``, ``Confirm`` and ``ReleasePrefill`` of any number of readers."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
@@ -56,7 +69,7 @@ class PrefillRole:
 
     @property
     def expects_readers(self) -> bool:
-        return len(self.jobs) > 0
+        return len(self.jobs) > 0 or len(self._host.prefixes) > 0
 
     def start_draining(self) -> None:
         self._draining = True
@@ -66,18 +79,26 @@ class PrefillRole:
     def on_source_request(self, reader: Reader, message: SourceRequest) -> None:
         match message:
             case Prefill():
-                self._on_prefill(reader, message)
+                self._unless_dropped("accepting", lambda: self._on_prefill(reader, message))
+            case FetchPrefix():
+                self._host.prefixes.on_fetch(reader, message)
             case Confirm():
-                self._on_confirm(reader, message)
+                if not self._host.prefixes.on_confirm(reader, message):
+                    self._unless_dropped("confirmed", lambda: self._on_confirm(reader, message))
             case ReleasePrefill():
-                self._release(AttemptKey(message.request_id, message.attempt), "released by its reader")
+                key = AttemptKey(message.request_id, message.attempt)
+                self._host.prefixes.on_release(reader, key)
+                self._release_of(reader, key)
 
     def on_reader_lost(self, reader: Reader) -> None:
+        self._host.prefixes.on_reader_lost(reader)
         for job in [job for job in self.jobs.all() if job.reader is reader]:
-            self._release(job.key, "reader lost")
+            self._release(job.key, "reader_lost")
 
     def _on_prefill(self, reader: Reader, message: Prefill) -> None:
         key = AttemptKey(message.request_id, message.attempt)
+        if reader.is_lost:
+            return
         try:
             if message.source_epoch != self._host.pool.epoch:
                 raise InvalidRequestError("the prefill was meant for an earlier life of this worker")
@@ -86,16 +107,56 @@ class PrefillRole:
             if self._draining:
                 raise OverloadedError("this worker is draining")
             job = PrefillJob.of(message, reader)
-            self._host.engine.submit(_engine_request(message, job))
-        except OverloadedError:
-            reader.send(PrefillBusy(request_id=key.request_id, attempt=key.attempt))
+            request = _engine_request(message, job)
+            self._host.engine.check(request)
+            job.fetch = self._plan_fetch(job, message)
+            if job.fetch is None:
+                self._host.engine.submit(request)
         except (TwopoolError, ValueError) as error:
-            logger.warning("refused a prefill: %s", error, extra=_fields(key))
-            reader.send(PrefillFailed(request_id=key.request_id, attempt=key.attempt, error=error_info(error)))
-        else:
-            self.jobs.add(key, job)
-            reader.send(PrefillAccepted(request_id=key.request_id, attempt=key.attempt))
-            self._host.update_expected_readers()
+            self._refuse(reader, key, error)
+            return
+        self.jobs.add(key, job)
+        reader.send(PrefillAccepted(request_id=key.request_id, attempt=key.attempt))
+        self._host.update_expected_readers()
+        if job.fetch is not None:
+            job.state = PrefillState.FETCHING
+            job.task = asyncio.create_task(self._fetch_and_submit(job, job.fetch, request))
+
+    def _plan_fetch(self, job: PrefillJob, message: Prefill) -> PrefixFetch | None:
+        """The fetch of the prefix that the message's hint names, where that helps."""
+        hint = message.prefix
+        link = self._host.sources.get(hint.source) if hint is not None else None
+        if hint is None or link is None:
+            return None
+        return plan_prefix_fetch(
+            key=job.key,
+            token_ids=job.token_ids,
+            salt=message.salt,
+            num_tokens=hint.num_tokens,
+            link=link,
+            worker=self._host.kv_memory,
+        )
+
+    async def _fetch_and_submit(self, job: PrefillJob, fetch: PrefixFetch, request: EngineRequest) -> None:
+        held = await fetch.run()
+        self._host.transfer_stats.kv_prefix_tokens += fetch.num_read_tokens
+        job.fetch = None
+        job.state = PrefillState.QUEUED
+        try:
+            self._host.engine.submit(request)
+        except TwopoolError as error:
+            if self.jobs.pop(job.key) is not None:
+                job.state = PrefillState.RELEASED
+                self._refuse(job.reader, job.key, error)
+        finally:
+            self._host.pool.release(held)
+
+    def _refuse(self, reader: Reader, key: AttemptKey, error: Exception) -> None:
+        if isinstance(error, OverloadedError):
+            reader.send(PrefillBusy(request_id=key.request_id, attempt=key.attempt))
+            return
+        logger.warning("refused a prefill: %s", error, extra=_fields(key))
+        reader.send(PrefillFailed(request_id=key.request_id, attempt=key.attempt, error=error_info(error)))
 
     def _on_confirm(self, reader: Reader, message: Confirm) -> None:
         valid = tickets_hold(message.tickets, self._host.pool)
@@ -103,7 +164,7 @@ class PrefillRole:
             self._host.transfer_stats.stale_tickets += 1
             logger.error("stale tickets", extra=_fields(AttemptKey(message.request_id, message.attempt)))
         reader.send(Confirmed(request_id=message.request_id, attempt=message.attempt, valid=valid))
-        self._release(AttemptKey(message.request_id, message.attempt), "confirmed")
+        self._release_of(reader, AttemptKey(message.request_id, message.attempt), "confirmed")
 
     # --- from the engine ---
 
@@ -123,7 +184,15 @@ class PrefillRole:
         if job is None:
             return
         job.state = PrefillState.RUNNING
-        self._offer(job, progress.block_table, progress.num_computed, final=False)
+        edge = self._host.tickets.edge(job.reader.identity)
+        self._offer(job, progress.block_table, progress.num_computed // edge * edge)
+
+    def on_layers(self, progress: LayerProgress) -> None:
+        """Some layers of a prompt's last chunk are complete while the others are being computed."""
+        job = self.jobs.get(progress.key)
+        if job is not None:
+            job.state = PrefillState.RUNNING
+            self._offer(job, progress.block_table, progress.num_tokens, layer_end=progress.layer_end)
 
     def _on_prefilled(self, result: PrefillResult) -> None:
         job = self.jobs.get(result.key)
@@ -133,16 +202,13 @@ class PrefillRole:
         job.state = PrefillState.PINNED
         job.pinned = result.block_table
         job.pinned_until_s = time.monotonic() + self._host.config.pin_lease_s
-        fault = self._host.faults.take("pinned")
-        hold_s = fault.seconds if fault else 0.0
-        if hold_s:
-            self._later(hold_s, job, result)
-        else:
-            self._hand_over(job, result)
+        self._unless_dropped("pinned", lambda: self._hand_over(job, result))
 
     def _hand_over(self, job: PrefillJob, result: PrefillResult) -> None:
         """Offer what is left and send the first tokens: to the router for TTFT, to decode for the rest."""
-        self._offer(job, result.block_table, result.num_tokens, final=True)
+        if self.jobs.get(job.key) is not job:
+            return
+        self._offer(job, result.block_table, result.num_tokens)
         report = PrefillReport(
             worker_id=self._host.worker_id,
             cached_tokens=result.cached_tokens,
@@ -151,35 +217,49 @@ class PrefillRole:
         )
         deltas = (with_reports(result.deltas[0], prefill=report), *result.deltas[1:])
         self._host.routers.send(job.router_id, Tokens(deltas))
-        job.reader.send(FirstTokens(request_id=job.key.request_id, attempt=job.key.attempt, deltas=deltas))
+        job.first_tokens = FirstTokens(request_id=job.key.request_id, attempt=job.key.attempt, deltas=deltas)
+        job.repeat_at_s = time.monotonic() + REPEAT_S
+        job.outbox.put(job.first_tokens)
         logger.debug("prefilled", extra=_fields(job.key) | {"num_tokens": result.num_tokens})
 
-    def _offer(self, job: PrefillJob, block_table: tuple[BlockId, ...], num_computed: int, *, final: bool) -> None:
-        """Tell the reader of complete KV it has not heard of; up to a block edge of both sides until the end."""
-        edge = max(self._host.config.block_size, job.reader.identity.ranks[0].geometry.block_size)
-        end_token = num_computed if final else num_computed // edge * edge
-        if end_token <= job.num_offered:
+    def _offer(
+        self, job: PrefillJob, block_table: tuple[BlockId, ...], end_token: int, *, layer_end: int | None = None
+    ) -> None:
+        """Tell the reader of complete KV it has not heard of: tokens to ``end_token``, layers to ``layer_end``."""
+        writer = self._host.tickets
+        layer_end = writer.num_layers if layer_end is None else layer_end
+        if end_token <= job.num_offered or layer_end <= job.layers_offered:
             return
-        pool = self._host.pool
-        first, last = job.num_offered // pool.block_size, -(-end_token // pool.block_size)
-        ticket = job.ticket(
+        ticket = writer.write(
+            job.key,
             block_table=block_table,
-            end_token=end_token,
-            block_size=pool.block_size,
-            num_layers=self._host.geometry.num_layers,
-            epoch=pool.epoch,
-            generations=[pool.generation(block) for block in block_table[first:last]],
+            token_ids=job.token_ids,
+            chain=job.chain,
+            tokens=(job.num_offered, end_token),
+            layers=(job.layers_offered, layer_end),
         )
-        job.num_offered = end_token
-        job.reader.send(KvReady(ticket))
+        job.layers_offered = layer_end
+        if layer_end == writer.num_layers:
+            job.num_offered, job.layers_offered = end_token, 0
+        if job.verify == "off":
+            job.outbox.put(KvReady(ticket))
+        else:
+            job.outbox.put_made(lambda: writer.ready(ticket, job.verify, job.reader.identity))
 
-    def _later(self, delay_s: float, job: PrefillJob, result: PrefillResult) -> None:
-        async def hand_over_later() -> None:
-            await asyncio.sleep(delay_s)
-            if self.jobs.get(job.key) is job:
-                self._hand_over(job, result)
+    def _unless_dropped(self, point: str, act: Callable[[], None]) -> None:
+        """``act`` now; with a fault at ``point`` (tests only) later, or not at all."""
+        if not self._host.faults.is_active:
+            act()
+            return
 
-        task = asyncio.create_task(hand_over_later())
+        async def later() -> None:
+            try:
+                if await self._host.faults.reached(point):
+                    act()
+            except TransferError as error:
+                logger.warning("%s", error.message)
+
+        task = asyncio.create_task(later())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -199,51 +279,67 @@ class PrefillRole:
             )
 
     def on_peers(self, router_id: RouterId, peers: tuple[PeerInfo, ...]) -> None:
-        """A prefill worker reads from nobody yet."""
+        self._host.sources.listed(router_id, peers)
 
     def on_router_lost(self, router_id: RouterId) -> None:
         for job in [job for job in self.jobs.all() if job.router_id == router_id]:
-            self._release(job.key, "router lost")
+            self._release(job.key, "router_lost")
+        self._host.sources.listed(router_id, ())
 
-    # --- from sources: none ---
+    # --- from sources: prefixes ---
 
     def on_source_reply(self, source: PeerRef, message: SourceReply) -> None:
-        logger.warning("unexpected %s", type(message).__name__, extra={"worker_id": source.worker_id})
+        subject = message.ticket if isinstance(message, KvReady) else message
+        job = self.jobs.get(AttemptKey(subject.request_id, subject.attempt))
+        if job is not None and job.fetch is not None and job.fetch.link.ref == source:
+            job.fetch.on_reply(message)
 
     def on_source_lost(self, source: PeerRef) -> None:
-        """Nothing of this role depends on a source."""
+        for job in self.jobs.all():
+            if job.fetch is not None and job.fetch.link.ref == source:
+                job.fetch.fail(PeerLostError(f"{source.worker_id} is gone"))
 
     # --- lifetimes ---
 
     def on_tick(self, now_s: float) -> None:
-        """Deadlines and leases, a few times a second."""
+        """Deadlines, leases and repeated last words, a few times a second."""
         for job in self.jobs.all():
             if job.state is PrefillState.PINNED and now_s > job.pinned_until_s:
-                self._host.transfer_stats.pins_expired += 1
-                self._release(job.key, "lease expired")
+                self._give_up(job, "lease", "nobody confirmed the KV before its lease ended")
             elif now_s > job.deadline_s:
-                job.reader.send(
-                    PrefillFailed(
-                        request_id=job.key.request_id,
-                        attempt=job.key.attempt,
-                        error=ErrorInfo(kind="timeout", message="prefill did not finish in time"),
-                    )
-                )
-                self._release(job.key, "deadline passed")
+                self._give_up(job, "deadline", "prefill did not finish in time")
+            elif job.first_tokens is not None and now_s > job.repeat_at_s:
+                job.repeat_at_s = now_s + REPEAT_S
+                job.outbox.put(job.first_tokens)
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         for job in self.jobs.all():
-            self._release(job.key, "worker closes")
+            self._release(job.key, "closed")
+
+    def _give_up(self, job: PrefillJob, reason: str, message: str) -> None:
+        error = ErrorInfo(kind="timeout", message=message, retryable=reason == "lease")
+        job.reader.send(PrefillFailed(request_id=job.key.request_id, attempt=job.key.attempt, error=error))
+        self._release(job.key, reason)
+
+    def _release_of(self, reader: Reader, key: AttemptKey, reason: str = "released") -> None:
+        """``_release``, asked for by a reader: of its own jobs only."""
+        job = self.jobs.get(key)
+        if job is not None and job.reader is reader:
+            self._release(key, reason)
 
     def _release(self, key: AttemptKey, reason: str) -> None:
         """Give back all that is held for a job, whatever its state. Idempotent."""
         job = self.jobs.pop(key)
         if job is None:
             return
+        job.outbox.close()
         if job.state is PrefillState.PINNED:
             self._host.pool.unpin(job.pinned)
+            self._host.on_reclaimed(reason)
+        elif job.state is PrefillState.FETCHING and job.task is not None:
+            job.task.cancel()
         else:
             self._host.engine.cancel(key)
         job.state = PrefillState.RELEASED

@@ -222,10 +222,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     kv_transfer_bytes: _Count = 0
     kv_transfers: _Count = 0
     kv_transfer_s: _Seconds = 0.0
-    kv_transfer_failures: _Count = 0
     stale_tickets: _Count = 0
     rejected_messages: _Count = 0
-    pins_expired: _Count = 0
     kv_ranges: _Count = 0
     kv_posts: _Count = 0
     kv_hidden_s: _Seconds = 0.0

@@ -136,8 +136,7 @@ class ControlPlane:
         self.num_workers_lost += 1
         level = logging.INFO if worker.candidate.draining and not worker.requests else logging.WARNING
         logger.log(level, "lost %s worker %s: %s", worker.role, worker.worker_id, reason, extra=_who(worker))
-        if worker.role == "prefill":
-            self._tell_peers()
+        self._tell_peers()
         self._events.on_worker_lost(worker, reason)
 
     def lose_stalled(self, timeout_s: float) -> None:
@@ -190,11 +189,10 @@ class ControlPlane:
         connection.worker = worker
         connection.stalled_at_steps = None
         logger.info("%s worker %s registered", worker.role, worker.worker_id, extra=_who(worker))
-        peers = self._registry.peer_infos() if worker.role == "decode" else ()
+        peers = self._registry.peer_infos(worker)
         if not self.send(worker, Registered(router_id=self._router_id, peers=peers)):
             return
-        if worker.role == "prefill":
-            self._tell_peers()
+        self._tell_peers(but=worker)
         self._events.on_worker_changed(worker)
 
     def _ask_to_register(self, connection: _Connection, message: msgspec.Struct) -> None:
@@ -211,11 +209,10 @@ class ControlPlane:
             connection.asked_s = now
             self._socket.send(connection.peer, encode(ReRegister(self._router_id)))
 
-    def _tell_peers(self) -> None:
-        message = Peers(self._registry.peer_infos())
+    def _tell_peers(self, but: Worker | None = None) -> None:
         for worker in self._registry.workers:
-            if worker.role == "decode":
-                self.send(worker, message)
+            if worker is not but:
+                self.send(worker, Peers(self._registry.peer_infos(worker)))
 
     def _reject(self, connection: _Connection, why: str) -> None:
         self.num_rejected_messages += 1

@@ -28,7 +28,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """What pairing knows about a worker. ``sources``: those it has shaken hands with (decode workers only)."""
+    """What pairing knows about a worker. ``sources``: those it has shaken hands with."""
 
     ref: PeerRef
     pool_tokens: int

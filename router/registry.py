@@ -46,7 +46,7 @@ class Worker:
         return self.info.role
 
     def on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        """Take over the figures; sources a decode worker lists are those it may read from now on."""
+        """Take over the figures; the sources a worker lists are those it may read from now on."""
         stats = message.stats
         if self.stats is None or stats.num_running == 0 or stats.num_steps != self.stats.num_steps:
             self.progressed_s = now_s
@@ -134,12 +134,12 @@ class WorkerRegistry:
             del self._by_ref[worker.candidate.ref]
             self._recompute()
 
-    def peer_infos(self) -> tuple[PeerInfo, ...]:
-        """The prefill workers, as decode workers are told about them."""
+    def peer_infos(self, reader: Worker) -> tuple[PeerInfo, ...]:
+        """All workers but ``reader``, as it is told about them: any may have KV that it wants to read."""
         return tuple(
             PeerInfo(worker_id=w.worker_id, role=w.role, epoch=w.epoch, address=w.info.peer_address)
             for w in self._workers.values()
-            if w.role == "prefill"
+            if w is not reader
         )
 
     def _recompute(self) -> None:

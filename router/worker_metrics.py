@@ -30,6 +30,7 @@ _TIME_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 _GAUGES = {
     "num_running": ("twopool_worker_running", "Sequences in the worker's running batch"),
     "num_waiting": ("twopool_worker_waiting", "Sequences waiting for room on the worker"),
+    "canary_age_s": ("twopool_kv_canary_age_seconds", "Seconds since the oldest link's canary was read"),
 }
 _COUNTERS = {
     "num_steps": ("twopool_worker_steps", "Engine steps"),
@@ -41,10 +42,21 @@ _COUNTERS = {
     "kv_transfer_bytes": ("twopool_kv_transfer_bytes", "Bytes of KV cache read from peers"),
     "kv_transfers": ("twopool_kv_transfers", "KV reads completed"),
     "kv_transfer_s": ("twopool_kv_transfer_seconds", "Seconds KV reads took, summed"),
-    "kv_transfer_failures": ("twopool_kv_transfer_failures", "KV reads that failed"),
+    "kv_ranges": ("twopool_nixl_num_descriptors", "Contiguous ranges of KV read from peers"),
+    "kv_posts": ("twopool_kv_transfer_posts", "READ operations posted; requests share them"),
+    "kv_hidden_s": ("twopool_kv_transfer_hidden_seconds", "Seconds of KV reads that prefill computation hid"),
+    "kv_exposed_s": ("twopool_kv_transfer_exposed_seconds", "Seconds requests waited for KV after their first token"),
+    "kv_verified_bytes": ("twopool_kv_verified_bytes", "Bytes read whose checksums were compared and equal"),
+    "kv_prefix_tokens": ("twopool_kv_prefix_tokens", "Prompt tokens whose KV was read from a peer's prefix cache"),
+    "handshakes_refused": ("twopool_kv_handshakes_refused", "Handshakes with peers that did not succeed"),
+    "pairs_quarantined": ("twopool_kv_pairs_quarantined", "Times a peer was not read from because checksums differed"),
     "stale_tickets": ("twopool_kv_stale_tickets", "Tickets that did not hold when confirmed"),
     "rejected_messages": ("twopool_worker_rejected_messages", "Malformed or unexpected messages the worker dropped"),
-    "pins_expired": ("twopool_worker_pins_expired", "Prefilled KV released because no decode worker came for it"),
+}
+# The same for fields that count by a label of their own.
+_TALLIES = {
+    "kv_failures": ("twopool_kv_transfer_failures", "KV transfers that failed, by kind", "kind"),
+    "kv_reclaimed": ("twopool_kv_pins_ended", "Pins of KV kept for readers that ended, by reason", "reason"),
 }
 
 
@@ -60,6 +72,10 @@ class WorkerCollector(Collector):
         )
         gauges = {name: GaugeMetricFamily(*_GAUGES[name], labels=_LABELS) for name in _GAUGES}
         counters = {name: CounterMetricFamily(*_COUNTERS[name], labels=_LABELS) for name in _COUNTERS}
+        tallies = {
+            name: CounterMetricFamily(metric, text, labels=(*_LABELS, label))
+            for name, (metric, text, label) in _TALLIES.items()
+        }
         ready = GaugeMetricFamily("twopool_workers_ready", "Registered workers that take requests", labels=("role",))
         num_ready = dict.fromkeys(("prefill", "decode"), 0)
         for worker in self._workers.workers:
@@ -70,9 +86,12 @@ class WorkerCollector(Collector):
                     blocks.add_metric((*labels, state), getattr(worker.stats.blocks, state))
                 _add(gauges, labels, worker.stats)
                 _add(counters, labels, worker.stats)
+                for name, family in tallies.items():
+                    for label, count in getattr(worker.stats, name).items():
+                        family.add_metric((*labels, label), count)
         for role, count in num_ready.items():
             ready.add_metric((role,), count)
-        return [blocks, ready, *gauges.values(), *counters.values()]
+        return [blocks, ready, *gauges.values(), *counters.values(), *tallies.values()]
 
 
 @dataclass
@@ -183,4 +202,6 @@ def _add(
     stats: WorkerStats,
 ) -> None:
     for name, family in families.items():
-        family.add_metric(labels, getattr(stats, name))
+        value = getattr(stats, name)
+        if value is not None:
+            family.add_metric(labels, value)

@@ -119,7 +119,7 @@ class Cluster:
         self.faults(worker, *(f"{state}={value}" for state, value in seconds.items()))
 
     def faults(self, worker: str, *lines: str) -> None:
-        """From now on these faults (``kv_transfer/fault_points.py``) happen on ``worker``, counted anew, and no others."""
+        """From now on just these faults (``kv_transfer/fault_points.py``) happen on ``worker``, counted anew."""
         self._num_fault_files += 1
         text = "\n".join((*lines, f"# {self._num_fault_files}"))
         target = self.folder / f"{worker}.faults"

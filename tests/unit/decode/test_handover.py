@@ -8,20 +8,22 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from twopool.decode.handover import (
     HandedOver,
     Handover,
     SourceBusyError,
     SourceFailedError,
-    SourceLostError,
 )
 from twopool.engine.block_pool import BlockPool
-from twopool.kv_transfer.fault_points import FaultPoints
+from twopool.engine.incoming import KvMemory
 from twopool.engine.requests import AttemptKey, EngineRequest
 from twopool.engine.source_links import SourceLink
+from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import FetchReport, FetchRequest, KvTransport
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import PeerLostError, StaleKvError, TransferError
+from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Attempt, BlockId, ChoiceIndex, Epoch, RequestId, RouterId, WorkerId
 from twopool.protocol.messages import (
     ChoiceState,
@@ -30,6 +32,7 @@ from twopool.protocol.messages import (
     ErrorInfo,
     FirstTokens,
     KvReady,
+    KvVerify,
     PeerRef,
     Prefill,
     PrefillAccepted,
@@ -44,6 +47,9 @@ from twopool.protocol.messages import (
 from twopool.protocol.token_hash import HashChain
 
 BLOCK = 16
+GEOMETRY = KvGeometry(
+    num_blocks=9, block_size=BLOCK, num_layers=3, num_kv_heads=2, num_kv_heads_local=2, head_dim=8, dtype="bfloat16"
+)
 IDS = np.arange(3, 3 + 40, dtype=np.int32)  # two blocks and a half
 KEY = AttemptKey(RequestId("r"), Attempt(1))
 SOURCE = PeerRef(WorkerId("prefill-0"), Epoch(7))
@@ -92,6 +98,7 @@ class FakeLink:
         self.ref = SOURCE
         self.worker_id = SOURCE.worker_id
         self.kv_link: object | None = object()
+        self.block_size = BLOCK
         self.sent: list[msgspec.Struct] = []
         self.connected = True
 
@@ -109,10 +116,12 @@ class FakeLink:
 class Scene:
     """One handover under test and everything around it."""
 
-    def __init__(self, *, held_tokens: int = 0, num_blocks: int = 8) -> None:
+    def __init__(self, *, held_tokens: int = 0, num_blocks: int = 8, verify: KvVerify = "off") -> None:
         self.pool = BlockPool(num_blocks, BLOCK, epoch=Epoch(1))
         self.link = FakeLink()
         self.transport = FakeTransport()
+        self.memory = torch.arange(GEOMETRY.pool_bytes // 2, dtype=torch.int16).view(GEOMETRY.shape)
+        self.verified: list[int] = []
         self.chain = HashChain(b"")
         self.chain.extend(IDS)
         held = self.pool.allocate(held_tokens // BLOCK)
@@ -125,12 +134,20 @@ class Scene:
             chain=self.chain,
             held=held,
             reservation=self.reservation,
+            prefix=None,
             deadline_s=1e12,
             link=cast(SourceLink, self.link),
-            pool=self.pool,
-            transport=cast(KvTransport, self.transport),
-            faults=FaultPoints(None),
-            on_fetched=lambda report: None,
+            worker=KvMemory(
+                pool=self.pool,
+                memory=self.memory,
+                geometry=GEOMETRY,
+                transport=cast(KvTransport, self.transport),
+                faults=FaultPoints(None),
+                verify=verify,
+                on_fetched=lambda report: None,
+                on_verified=self.verified.append,
+                on_failed=lambda source, error: None,
+            ),
         )
         self.task = asyncio.ensure_future(self.handover.run())
 
@@ -232,7 +249,7 @@ STATES: dict[str, Callable[[Scene], Awaitable[None]]] = {
 }
 ENDINGS: dict[str, tuple[Callable[[Scene], object], type[BaseException]]] = {
     "cancelled": (lambda scene: scene.task.cancel(), asyncio.CancelledError),
-    "source lost": (lambda scene: scene.handover.fail(SourceLostError("gone")), SourceLostError),
+    "source lost": (lambda scene: scene.handover.fail(PeerLostError("gone")), PeerLostError),
     "source failed": (
         lambda scene: scene.handover.on_reply(
             PrefillFailed(
@@ -278,7 +295,7 @@ async def test_stale_tickets_end_the_attempt() -> None:
     scene = Scene()
     await scene.to_confirming()
     await scene.say(confirmed(False))
-    with pytest.raises(SourceLostError, match="reused"):
+    with pytest.raises(StaleKvError, match="reused"):
         await scene.task
     scene.assert_all_free()
 
@@ -330,7 +347,7 @@ async def test_first_tokens_without_the_whole_prompt_are_refused() -> None:
 async def test_a_source_that_does_not_take_messages_is_lost() -> None:
     scene = Scene()
     scene.link.connected = False
-    with pytest.raises(SourceLostError):
+    with pytest.raises(PeerLostError):
         await scene.task
     scene.assert_all_free()
 

@@ -16,6 +16,8 @@ STATS = WorkerStats(
     kv_transfer_bytes=4096,
     kv_transfer_s=0.5,
     preemptions=1,
+    kv_failures={"corrupt": 2, "timeout": 1},
+    kv_reclaimed={"lease": 3},
 )
 
 
@@ -30,10 +32,14 @@ def test_block_states_sum_to_the_pool() -> None:
     assert cluster.metric("twopool_kv_transfer_seconds_total", role="decode", worker="d0") == 0.5
     assert cluster.metric("twopool_worker_running", role="decode", worker="d0") == 2
     assert cluster.metric("twopool_worker_preemptions_total", role="decode", worker="d0") == 1
+    who = {"role": "decode", "worker": "d0"}
+    assert cluster.metric("twopool_kv_transfer_failures_total", **who, kind="corrupt") == 2
+    assert cluster.metric("twopool_kv_pins_ended_total", **who, reason="lease") == 3
+    assert cluster.metric("twopool_kv_canary_age_seconds", **who) is None, "without links there is no age"
 
 
 def test_every_figure_workers_send_is_exported() -> None:
-    exported = set(worker_metrics._GAUGES) | set(worker_metrics._COUNTERS) | {"blocks"}
+    exported = {*worker_metrics._GAUGES, *worker_metrics._COUNTERS, *worker_metrics._TALLIES, "blocks"}
     assert exported == set(WorkerStats.__struct_fields__)
     assert set(ATTEMPT_OUTCOMES) == set(get_args(AttemptOutcome)) and set(DROP_REASONS) == set(get_args(DropReason))
 

@@ -26,14 +26,18 @@ def test_workers_are_introduced_to_each_other(cluster: MockCluster) -> None:
     decode = cluster.worker("d0", "decode").register()
     assert decode.take() == [Registered(router_id=RouterId("router-test"), peers=())]
     prefill = cluster.worker("p0", "prefill").register()
-    assert prefill.take() == [Registered(router_id=RouterId("router-test"), peers=())]
+    [registered] = prefill.take_of(Registered)
+    assert [(peer.worker_id, peer.epoch) for peer in registered.peers] == [("d0", 1)]
     [peers] = decode.take_of(Peers)
     assert [(peer.worker_id, peer.epoch) for peer in peers.peers] == [("p0", 1)]
     late = cluster.worker("d1", "decode").register()
     [registered] = late.take_of(Registered)
-    assert registered.peers == peers.peers
+    assert [peer.worker_id for peer in registered.peers] == ["d0", "p0"]
+    assert [[peer.worker_id for peer in told.peers] for told in prefill.take_of(Peers)] == [["d0", "d1"]]
+    decode.take()
     prefill.die()
-    assert decode.take() == [Peers(())]
+    [peers] = decode.take_of(Peers)
+    assert [peer.worker_id for peer in peers.peers] == ["d1"]
 
 
 @pytest.mark.parametrize(
