@@ -1,6 +1,7 @@
 """The HTTP application: routes, and the small endpoints that generate nothing."""
 
 import time
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 import msgspec
@@ -21,6 +22,9 @@ from twopool.router.http_errors import MethodNotAllowedError, error_response
 from twopool.router.http_metrics import HttpMetrics
 from twopool.router.interface import Dispatcher
 from twopool.router.model_info import ModelInfo
+
+_PREFIXES = ("/v1", "")
+"""Clients that forget the version find the same endpoints."""
 
 
 class RouterApp:
@@ -43,7 +47,11 @@ class RouterApp:
         self._registry = registry
         self._generate = GenerateApi(config, dispatcher, model, self.metrics)
         self._created = int(time.time())
-        self._app = HttpEdge(self._routes(), api_keys)
+        hot = {}
+        for prefix in _PREFIXES:
+            hot[f"{prefix}/chat/completions"] = _direct(self._generate.chat)
+            hot[f"{prefix}/completions"] = _direct(self._generate.completions)
+        self._app = HttpEdge(self._routes(), api_keys, hot=hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -55,7 +63,7 @@ class RouterApp:
     def _routes(self) -> ASGIApp:
         generate = self._generate
         routes = []
-        for prefix in ("/v1", ""):  # clients that forget the version find the same endpoints
+        for prefix in _PREFIXES:
             routes += [
                 Route(f"{prefix}/chat/completions", generate.chat, methods=["POST"]),
                 Route(f"{prefix}/completions", generate.completions, methods=["POST"]),
@@ -105,6 +113,16 @@ class RouterApp:
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": version("twopool")})
+
+
+def _direct(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> ASGIApp:
+    """An endpoint as an application; errors are the edge's to answer."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await endpoint(Request(scope, receive))
+        await answer(scope, receive, send)
+
+    return app
 
 
 def _json(value: object) -> Response:
