@@ -113,6 +113,8 @@ class ByteLevelDetokenizer:
     ``pieces[id]`` are a token's bytes, ``texts[id]`` their text where they are whole UTF-8 on their own.
     """
 
+    __slots__ = ("_pending", "_pieces", "_texts", "piece")
+
     def __init__(self, pieces: list[bytes], texts: list[str | None]) -> None:
         self._pieces = pieces
         self._texts = texts

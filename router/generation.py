@@ -151,6 +151,23 @@ class Generation:
 class _PromptSink:
     """Receives one prompt's tokens; ``first`` is the answer's index of its first choice."""
 
+    __slots__ = (
+        "_arrived_s",
+        "_choices",
+        "_compute_s",
+        "_first",
+        "_gaps_s",
+        "_generation",
+        "_itl",
+        "_last_s",
+        "_on_progress",
+        "_submitted_s",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "request_id",
+        "ttft_s",
+    )
+
     def __init__(
         self,
         generation: Generation,

@@ -28,14 +28,24 @@ class ProtocolConfig(Config):
 class ClientConnection:
     """One request's connection: for writing its stream and for hearing that the client left."""
 
+    __slots__ = (
+        "_cycle",
+        "_lost",
+        "_on_lost",
+        "_protocol",
+        "_transport",
+        "_write",
+        "buffered_bytes",
+        "header_error",
+    )
+
     def __init__(self, protocol: "RouterHttpProtocol", cycle: RequestResponseCycle) -> None:
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
-        self.flow = protocol.flow
-        """``flow.write_paused``: whether the transport's buffer is over its high-water mark: the cheap look before
-        ``buffered_bytes``.
-        """
+        self._write: Callable[[bytes], None] = protocol.transport.write
+        self.buffered_bytes: Callable[[], int] = protocol.transport.get_write_buffer_size
+        """Bytes written that the client's side has not taken yet."""
         self._on_lost: Callable[[], None] | None = None
         self._lost: asyncio.Event = asyncio.Event()
         self.header_error: TwopoolError | None = None
@@ -44,11 +54,6 @@ class ClientConnection:
     @property
     def is_lost(self) -> bool:
         return self._cycle.disconnected or self._lost.is_set()
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes written that the client's side has not taken yet."""
-        return self._transport.get_write_buffer_size()
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Call ``on_lost`` when the client leaves (at once if it has). Reading goes on, or nobody would notice."""
@@ -66,7 +71,7 @@ class ClientConnection:
 
         Never blocks: see ``buffered_bytes``.
         """
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def abort(self) -> None:
         """Drop the connection and what it has buffered."""

@@ -48,7 +48,31 @@ class StreamAnswer:
     """Listens to one ``Generation`` and writes its events. Also the ASGI response that owns the connection meanwhile.
 
     ``WAITING`` (nothing sent) ``→ OPEN → DONE | BROKEN``.
+
+    Slots, here and in whatever else a token touches: with many streams each is cold in the cache when its turn comes,
+    and every object that keeps its fields elsewhere costs a miss more.
     """
+
+    __slots__ = (
+        "_batcher",
+        "_connection",
+        "_continuous_usage",
+        "_dirty",
+        "_ended",
+        "_error",
+        "_generation",
+        "_head",
+        "_include_usage",
+        "_is_completed",
+        "_is_open",
+        "_is_over",
+        "_is_plain",
+        "_last_bytes_timeout_s",
+        "_max_buffer_bytes",
+        "_started",
+        "_writer",
+        "first",
+    )
 
     def __init__(
         self,
@@ -75,6 +99,7 @@ class StreamAnswer:
         self._last_bytes_timeout_s = last_bytes_timeout_s
         carries_ids = any(choice.prompt_ids is not None for choice in generation.choices)
         self._is_plain = head.num_top_logprobs is None and not continuous_usage and not carries_ids
+        self._is_over = False
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
         self._is_open = False
@@ -125,15 +150,16 @@ class StreamAnswer:
         self._end(whole=False)
 
     def _end(self, *, whole: bool) -> None:
+        self._is_over = True
         if not self._ended.done():
             self._ended.set_result(whole)
 
     def flush(self) -> None:
         """Format all that is new and write it at once."""
-        if self._ended.done():
+        if self._is_over:
             return
         connection = self._connection
-        if connection.flow.write_paused and connection.buffered_bytes > self._max_buffer_bytes:
+        if connection.buffered_bytes() > self._max_buffer_bytes:
             self._generation.cancel("slow_reader")
             connection.abort()
             self._end(whole=False)
