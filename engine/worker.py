@@ -58,8 +58,6 @@ from twopool.protocol.security import Security
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
-QUARANTINE_S = 30.0
-"""How long a source whose checksums did not match is not read from."""
 
 
 class OpenJobs(Protocol):
@@ -217,8 +215,14 @@ class WorkerHost:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        await self.run(announce=True)
+
+    async def run(self, *, announce: bool = False) -> None:
+        """``serve`` without signals: until ``stop`` is called."""
         async with asyncio.TaskGroup() as group:
-            parts = (self.engine.run(), self.routers.run(), self.sources.run(), self._tick(), self._announce())
+            parts = [self.engine.run(), self.routers.run(), self.sources.run(), self._tick()]
+            if announce:
+                parts.append(self._announce())
             tasks = [group.create_task(part) for part in parts]
             await self._stopping.wait()
             await self._drain()
@@ -255,8 +259,9 @@ class WorkerHost:
         self.transfer_stats.kv_failures[error.kind] += 1
         logger.warning("KV transfer failed (%s): %s", error.kind, error.message)
         if isinstance(error, CorruptKvError) and source is not None:
-            logger.error("not reading from %s for %g s: its bytes arrived changed", source.worker_id, QUARANTINE_S)
-            self.sources.quarantine(source, QUARANTINE_S)
+            seconds = self.config.kv_quarantine_s
+            logger.error("not reading from %s for %g s: its bytes arrived changed", source.worker_id, seconds)
+            self.sources.quarantine(source, seconds)
 
     def _on_layers(self, layer_end: int) -> None:
         """Called on the compute thread; what it means is looked up on the loop, in order with the step's end."""

@@ -71,6 +71,12 @@ class FaultPoints:
     def is_active(self) -> bool:
         return self._file is not None
 
+    @property
+    def num_happened(self) -> int:
+        """Faults that happened since the file changed last."""
+        with self._lock:
+            return self._happened.total()
+
     def take(self, point: str) -> Fault | None:
         """The fault that happens at ``point`` now, counted as having happened."""
         if self._file is None:

@@ -71,9 +71,9 @@ class LocalAgent:
         if not isinstance(local, _LocalList) or not isinstance(remote, _RemoteList):
             raise TypeError("these lists were prepared by another kind of agent")
         source = remote.rows()
-        taken = source.index_select(0, torch.from_numpy(remote_index).to(source.device))
+        taken = source.index_select(0, _tensor(remote_index).to(source.device))
         target = local.rows
-        target.index_copy_(0, torch.from_numpy(local_index).to(target.device, torch.int64), taken.to(target.device))
+        target.index_copy_(0, _tensor(local_index).to(target.device, torch.int64), taken.to(target.device))
         return _LocalPost()
 
     def pump(self) -> None:
@@ -109,6 +109,11 @@ class _LocalPost:
 
     def release(self) -> None:
         pass
+
+
+def _tensor(index: Index) -> torch.Tensor:
+    """A copy: ids that came in a message are read-only, which tensors cannot be."""
+    return torch.from_numpy(index.copy())
 
 
 def _rows(memory: torch.Tensor, runs: StridedList) -> torch.Tensor:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from twopool.engine.outbox import Outbox
 from twopool.engine.prefix_fetch import PrefixFetch
-from twopool.engine.requests import AttemptKey
+from twopool.engine.requests import AttemptKey, PrefillResult
 from twopool.engine.source_server import Reader
-from twopool.protocol.ids import BlockId, RouterId
-from twopool.protocol.messages import FirstTokens, KvVerify, Prefill, unpack_ids
+from twopool.protocol.ids import RouterId
+from twopool.protocol.messages import KvVerify, Prefill, unpack_ids
 from twopool.protocol.token_hash import HashChain, TokenIds
 
 
@@ -35,7 +35,7 @@ class PrefillState(enum.Enum):
 @dataclass(eq=False)
 class PrefillJob:
     """A prefill accepted for ``reader``. It was offered ``num_offered`` tokens, and of the tokens up to the end the
-    layers below ``layers_offered``. ``fetch`` and ``task`` exist while FETCHING.
+    layers below ``layers_offered``. ``fetch`` and ``task`` exist while FETCHING, ``result`` while PINNED.
     """
 
     reader: Reader
@@ -51,9 +51,8 @@ class PrefillJob:
     state: PrefillState = PrefillState.QUEUED
     fetch: PrefixFetch | None = None
     task: "asyncio.Task[None] | None" = None
-    pinned: tuple[BlockId, ...] = ()
+    result: PrefillResult | None = None
     pinned_until_s: float = 0.0
-    first_tokens: FirstTokens | None = None
     repeat_at_s: float = 0.0
 
     @classmethod

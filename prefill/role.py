@@ -79,12 +79,21 @@ class PrefillRole:
     def on_source_request(self, reader: Reader, message: SourceRequest) -> None:
         match message:
             case Prefill():
-                self._unless_dropped("accepting", lambda: self._on_prefill(reader, message))
+                key = AttemptKey(message.request_id, message.attempt)
+                self._unless_dropped(
+                    "accepting",
+                    lambda: self._on_prefill(reader, message),
+                    refuse=lambda: self._refuse(reader, key, OverloadedError("refused on purpose")),
+                )
             case FetchPrefix():
                 self._host.prefixes.on_fetch(reader, message)
             case Confirm():
                 if not self._host.prefixes.on_confirm(reader, message):
-                    self._unless_dropped("confirmed", lambda: self._on_confirm(reader, message))
+                    self._unless_dropped(
+                        "confirmed",
+                        lambda: self._on_confirm(reader, message),
+                        refuse=lambda: self._answer(reader, message, valid=False),
+                    )
             case ReleasePrefill():
                 key = AttemptKey(message.request_id, message.attempt)
                 self._host.prefixes.on_release(reader, key)
@@ -159,7 +168,9 @@ class PrefillRole:
         reader.send(PrefillFailed(request_id=key.request_id, attempt=key.attempt, error=error_info(error)))
 
     def _on_confirm(self, reader: Reader, message: Confirm) -> None:
-        valid = tickets_hold(message.tickets, self._host.pool)
+        self._answer(reader, message, valid=tickets_hold(message.tickets, self._host.pool))
+
+    def _answer(self, reader: Reader, message: Confirm, *, valid: bool) -> None:
         if not valid:
             self._host.transfer_stats.stale_tickets += 1
             logger.error("stale tickets", extra=_fields(AttemptKey(message.request_id, message.attempt)))
@@ -200,12 +211,20 @@ class PrefillRole:
             self._host.pool.unpin(result.block_table)
             return
         job.state = PrefillState.PINNED
-        job.pinned = result.block_table
+        job.result = result
         job.pinned_until_s = time.monotonic() + self._host.config.pin_lease_s
-        self._unless_dropped("pinned", lambda: self._hand_over(job, result))
+        job.repeat_at_s = time.monotonic() + REPEAT_S
+        self._unless_dropped(
+            "pinned",
+            lambda: self._hand_over(job, result),
+            refuse=lambda: self._give_up(job, "refused", "prefill is refused on purpose"),
+        )
 
     def _hand_over(self, job: PrefillJob, result: PrefillResult) -> None:
-        """Offer what is left and send the first tokens: to the router for TTFT, to decode for the rest."""
+        """Offer what is left and send the first tokens: to the router for TTFT, to decode for the rest.
+
+        Harmless when done again, which is how a lost message is made good.
+        """
         if self.jobs.get(job.key) is not job:
             return
         self._offer(job, result.block_table, result.num_tokens)
@@ -217,9 +236,7 @@ class PrefillRole:
         )
         deltas = (with_reports(result.deltas[0], prefill=report), *result.deltas[1:])
         self._host.routers.send(job.router_id, Tokens(deltas))
-        job.first_tokens = FirstTokens(request_id=job.key.request_id, attempt=job.key.attempt, deltas=deltas)
-        job.repeat_at_s = time.monotonic() + REPEAT_S
-        job.outbox.put(job.first_tokens)
+        job.outbox.put(FirstTokens(request_id=job.key.request_id, attempt=job.key.attempt, deltas=deltas))
         logger.debug("prefilled", extra=_fields(job.key) | {"num_tokens": result.num_tokens})
 
     def _offer(
@@ -246,8 +263,8 @@ class PrefillRole:
         else:
             job.outbox.put_made(lambda: writer.ready(ticket, job.verify, job.reader.identity))
 
-    def _unless_dropped(self, point: str, act: Callable[[], None]) -> None:
-        """``act`` now; with a fault at ``point`` (tests only) later, or not at all."""
+    def _unless_dropped(self, point: str, act: Callable[[], None], *, refuse: Callable[[], None]) -> None:
+        """``act`` now; with a fault at ``point`` (tests only) later, not at all, or ``refuse``."""
         if not self._host.faults.is_active:
             act()
             return
@@ -256,8 +273,8 @@ class PrefillRole:
             try:
                 if await self._host.faults.reached(point):
                     act()
-            except TransferError as error:
-                logger.warning("%s", error.message)
+            except TransferError:
+                refuse()
 
         task = asyncio.create_task(later())
         self._tasks.add(task)
@@ -308,9 +325,9 @@ class PrefillRole:
                 self._give_up(job, "lease", "nobody confirmed the KV before its lease ended")
             elif now_s > job.deadline_s:
                 self._give_up(job, "deadline", "prefill did not finish in time")
-            elif job.first_tokens is not None and now_s > job.repeat_at_s:
+            elif job.result is not None and now_s > job.repeat_at_s:
                 job.repeat_at_s = now_s + REPEAT_S
-                job.outbox.put(job.first_tokens)
+                self._hand_over(job, job.result)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -319,7 +336,7 @@ class PrefillRole:
             self._release(job.key, "closed")
 
     def _give_up(self, job: PrefillJob, reason: str, message: str) -> None:
-        error = ErrorInfo(kind="timeout", message=message, retryable=reason == "lease")
+        error = ErrorInfo(kind="timeout", message=message, retryable=reason != "deadline")
         job.reader.send(PrefillFailed(request_id=job.key.request_id, attempt=job.key.attempt, error=error))
         self._release(job.key, reason)
 
@@ -335,8 +352,8 @@ class PrefillRole:
         if job is None:
             return
         job.outbox.close()
-        if job.state is PrefillState.PINNED:
-            self._host.pool.unpin(job.pinned)
+        if job.result is not None:
+            self._host.pool.unpin(job.result.block_table)
             self._host.on_reclaimed(reason)
         elif job.state is PrefillState.FETCHING and job.task is not None:
             job.task.cancel()

@@ -154,6 +154,7 @@ class WorkerConfig(LinkConfig):
     kv_verify: str = flag(
         "off", "blocks read from peers whose checksums both sides compare", choices=("off", "sample", "all")
     )
+    kv_quarantine_s: float = flag(30.0, "seconds a peer is not read from after its checksums did not match")
     fault_points: Path | None = flag(
         None, "tests only: file of POINT=FAULT lines, see kv_transfer/fault_points.py", parse=Path
     )
@@ -168,6 +169,7 @@ class WorkerConfig(LinkConfig):
             "pin_lease_s",
             "drain_timeout_s",
             "kv_layer_groups",
+            "kv_quarantine_s",
         ):
             _check_positive(name, getattr(self, name))
         if self.tensor_parallel_size != 1:

@@ -1,0 +1,145 @@
+"""Faults at every point of a transfer: answers stay right, nothing hangs, every block comes back.
+
+Workers and router share this process, on a model whose tokens depend on every byte of KV (``in_process.py``).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from twopool_testing.in_process import InProcessCluster, expected, running
+
+NAMES = ("prefill-0", "decode-0", "decode-1")
+HANG_S = 5.0
+TRANSPORTS = ("local", "same-host", "tcp")
+
+# Where a fault may happen, on which worker, and which faults make sense there.
+MESSAGE_FAULTS = ("delay:0.2", "drop", "refuse")
+READ_FAULTS = ("delay:0.2", "drop:0.3", "corrupt", "late:0.2", "partial", "refuse")
+POINTS = {
+    "decode-0 queued": ("delay:0.2", "refuse"),
+    "decode-0 asking": MESSAGE_FAULTS,
+    "decode-0 prefilling": ("delay:0.2", "refuse"),
+    "decode-0 fetching": ("delay:0.2", "refuse"),
+    "decode-0 confirming": MESSAGE_FAULTS,
+    "decode-0 running": ("delay:0.2", "refuse"),
+    "decode-0 read": READ_FAULTS,
+    "prefill-0 accepting": MESSAGE_FAULTS,
+    "prefill-0 running": ("delay:0.2", "refuse"),
+    "prefill-0 pinned": MESSAGE_FAULTS,
+    "prefill-0 confirmed": MESSAGE_FAULTS,
+}
+CASES = [(place, fault) for place, faults in POINTS.items() for fault in faults]
+
+
+def prompt(seed: int, length: int = 150) -> list[int]:
+    return random.Random(seed).choices(range(3, 200), k=length)
+
+
+@pytest.fixture(params=TRANSPORTS)
+async def cluster(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[InProcessCluster]:
+    """One prefill and two decode workers that compare checksums of everything they read."""
+    monkeypatch.setenv("UCX_TLS", "all")  # restored afterwards, whatever an agent sets
+    transport = "local" if request.param == "local" else "nixl"
+    ucx_tls = "tcp" if request.param == "tcp" else None
+    fields = {"kv_transport": transport, "ucx_tls": ucx_tls, "kv_verify": "all", "kv_quarantine_s": 0.2}
+    async with running(tmp_path, NAMES, **fields, drain_timeout_s=1.0) as cluster:
+        yield cluster
+
+
+async def check(cluster: InProcessCluster, place: str, fault: str, seed: int) -> None:
+    """Two requests meet the fault once each way; both and the next one are answered right, and blocks balance."""
+    worker, point = place.split()
+    await cluster.until_linked()
+    cluster.workers[worker].faults(f"{point}={fault}*1")
+    started = time.monotonic()
+    prompts = [prompt(seed), prompt(seed + 1, 40)]
+    answers = await asyncio.gather(*(cluster.ask(ids, 6, timeout_s=HANG_S) for ids in prompts))
+    assert answers == [expected(ids, 6) for ids in prompts], f"{place}={fault}"
+    assert time.monotonic() - started < HANG_S
+    assert cluster.workers[worker].host.faults.num_happened, f"{place}={fault} did not happen"
+    await cluster.until_balanced()
+    cluster.workers[worker].faults()
+    cluster.forgive()
+    ids = prompt(seed + 2)
+    assert await cluster.ask(ids, 4, timeout_s=HANG_S) == expected(ids, 4), f"after {place}={fault}"
+    await cluster.until_balanced()
+
+
+@pytest.mark.parametrize("cluster", ["local"], indirect=True)
+async def test_each_fault_in_each_state(cluster: InProcessCluster) -> None:
+    """PD-01, PD-11: the same cluster takes every fault, one after the other."""
+    for seed, (place, fault) in enumerate(CASES):
+        await check(cluster, place, fault, 10 * seed)
+    stats = cluster.workers["decode-0"].host.transfer_stats
+    assert stats.kv_failures["corrupt"] >= 1 and stats.kv_failures["read"] >= 2
+    assert cluster.workers["decode-0"].host.sources.num_quarantined >= 1
+
+
+@pytest.mark.parametrize("cluster", ["same-host", "tcp"], indirect=True)
+@pytest.mark.parametrize("place", ["decode-0 read", "decode-0 confirming", "prefill-0 pinned"])
+async def test_faults_over_nixl(cluster: InProcessCluster, place: str) -> None:
+    for seed, fault in enumerate(POINTS[place]):
+        await check(cluster, place, fault, 10 * seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cluster", ["same-host", "tcp"], indirect=True)
+async def test_each_fault_in_each_state_over_nixl(cluster: InProcessCluster) -> None:
+    for seed, (place, fault) in enumerate(CASES):
+        await check(cluster, place, fault, 10 * seed)
+
+
+async def rounds(cluster: InProcessCluster, number: int, seed: int) -> None:
+    """Random faults on random workers, under requests that share prefixes, some of which are given up."""
+    rng = random.Random(seed)
+    places = [place for place in POINTS if not place.startswith("decode-0")]
+    places += [place.replace("decode-0", name) for place in POINTS for name in NAMES[1:] if "decode" in place]
+    for index in range(number):
+        chosen = [rng.choice(places).split() for _ in range(rng.randint(1, 2))]
+        for name, worker in cluster.workers.items():
+            kinds = {
+                point: POINTS[f"decode-0 {point}" if "decode" in name else f"{name} {point}"]
+                for at, point in chosen
+                if at == name
+            }
+            worker.faults(
+                *(f"{point}={rng.choice(faults).replace('0.2', '0.05')}*1" for point, faults in kinds.items())
+            )
+        shared = prompt(rng.randrange(8), 96)
+        lengths = [rng.choice([5, 16, 31, 64, 97, 200]) for _ in range(rng.randint(1, 3))]
+        prompts = [
+            shared[: rng.choice([0, 48, 96])] + prompt(seed + 31 * index + at, n) for at, n in enumerate(lengths)
+        ]
+        leavers = [asyncio.create_task(cluster.ask(prompt(rng.randrange(1000)), 20)) for _ in range(rng.randint(0, 1))]
+        asked = [asyncio.create_task(cluster.ask(ids, 5, timeout_s=HANG_S)) for ids in prompts]
+        await asyncio.sleep(rng.uniform(0, 0.05))
+        for leaver in leavers:
+            leaver.cancel()
+        answers = await asyncio.gather(*asked)
+        assert answers == [expected(ids, 5) for ids in prompts], f"round {index} of seed {seed}: {chosen}"
+        await asyncio.gather(*leavers, return_exceptions=True)
+        await cluster.until_balanced()
+        cluster.forgive()
+
+
+@pytest.mark.parametrize("cluster", ["local"], indirect=True)
+async def test_rounds_of_random_faults(cluster: InProcessCluster) -> None:
+    """PD-02, PD-07: 0 wrong tokens, 0 hangs over 5 s, every block back in 2 s."""
+    await rounds(cluster, 40, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("cluster", "number"), [("local", 700), ("same-host", 200), ("tcp", 100)], indirect=["cluster"]
+)
+async def test_a_thousand_rounds_of_random_faults(cluster: InProcessCluster, number: int) -> None:
+    await rounds(cluster, number, seed=2)
