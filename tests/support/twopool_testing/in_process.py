@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,12 +30,13 @@ from twopool.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, W
 from twopool.protocol.errors import OverloadedError, UnavailableError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import RouterId, new_request_id
-from twopool.protocol.messages import SamplingParams
+from twopool.protocol.messages import Generate, PeerRef, PrefixHint, SamplingParams
 from twopool.protocol.security import Security
 from twopool.protocol.sockets import ServerSocket
 from twopool.router.admission import Breaker
 from twopool.router.dispatcher import RequestDispatcher
 from twopool.router.interface import RoutedRequest
+from twopool.router.registry import Worker as RoutedWorker
 from twopool_testing.mock_control import RecordingSink
 
 VOCAB_SIZE = 211
@@ -154,6 +156,25 @@ class InProcessCluster:
         config = RouterConfig(min_prefill=0, min_decode=0, max_attempts=6)
         self.dispatcher = RequestDispatcher(config, RouterId("router-test"), self._socket)
         self.dispatcher.start()
+        self.hint: PrefixHint | None = None
+        """rides with every ``Generate`` from now on"""
+        send = self.dispatcher.control.send
+
+        def send_with_hint(worker: RoutedWorker, message: msgspec.Struct) -> bool:
+            if isinstance(message, Generate):
+                message = msgspec.structs.replace(message, prefix=self.hint)
+            return send(worker, message)
+
+        cast(Any, self.dispatcher.control).send = send_with_hint
+
+    def use_only(self, *names: str) -> None:
+        """Pair requests with these workers alone."""
+        for worker in self.dispatcher.workers.workers:
+            worker.candidate.draining = worker.worker_id not in names
+
+    def hint_at(self, name: str, num_tokens: int) -> None:
+        host = self.workers[name].host
+        self.hint = PrefixHint(PeerRef(host.worker_id, host.pool.epoch), num_tokens)
 
     def start_worker(self, name: str, *, num_blocks: int = 65, block_size: int = BLOCK_SIZE, **fields: Any) -> Worker:
         role = name.split("-", maxsplit=1)[0]

@@ -1,0 +1,156 @@
+"""Any worker may be a source: a prefix that one holds is read by whoever prefills next, and never trusted unproven."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from twopool.protocol.ids import Epoch
+from twopool.protocol.messages import PeerRef, PrefixHint
+from twopool_testing.in_process import InProcessCluster, expected, running
+
+NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+PREFIX = 160
+
+
+def prompt(seed: int, length: int = PREFIX) -> list[int]:
+    return random.Random(seed).choices(range(3, 200), k=length)
+
+
+@pytest.fixture(params=["local", "same-host"])
+async def cluster(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[InProcessCluster]:
+    monkeypatch.setenv("UCX_TLS", "all")  # restored afterwards, whatever an agent sets
+    transport = "local" if request.param == "local" else "nixl"
+    async with running(tmp_path, NAMES, kv_transport=transport, kv_verify="all", drain_timeout_s=1.0) as cluster:
+        yield cluster
+
+
+# Who serves the first request, who the second, and which of the first the second's prefill reads from.
+ROUTES = {
+    "prefill from prefill": (("prefill-0", "decode-0"), ("prefill-1", "decode-1"), "prefill-0", "prefill-1"),
+    "decode from decode": (("decode-0",), ("decode-1",), "decode-0", "decode-1"),
+    "prefill from the last turn's decode": (
+        ("prefill-0", "decode-0"),
+        ("prefill-1", "decode-1"),
+        "decode-0",
+        "prefill-1",
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_prefix_comes_from_whoever_has_it(cluster: InProcessCluster, route: str) -> None:
+    first, second, source, reader = ROUTES[route]
+    ids = prompt(1)
+    cluster.use_only(*first)
+    answer = await cluster.ask(ids, 40)
+    assert answer == expected(ids, 40)
+    next_turn = ids + answer + prompt(2, 20)
+    cluster.use_only(*second)
+    # The decode worker has the KV of its answer but for the last token, the prefill worker that of the prompt.
+    known = len(ids) + len(answer) - 1 if source.startswith("decode") else len(ids)
+    cluster.hint_at(source, known)
+    assert await cluster.ask(next_turn, 10) == expected(next_turn, 10)
+    host = cluster.workers[reader].host
+    assert host.transfer_stats.kv_prefix_tokens == known // 16 * 16
+    assert host.engine.stats.prefill_tokens == len(next_turn) - known // 16 * 16
+    assert host.transfer_stats.kv_verified_bytes > 0
+    assert cluster.workers[source].host.transfer_stats.kv_reclaimed["confirmed"] >= 1
+    await cluster.until_balanced()
+
+
+@pytest.mark.parametrize("cluster", ["local"], indirect=True)
+@pytest.mark.parametrize(
+    "trouble", ["holds nothing", "another life", "evicted", "corrupt", "refused", "lost", "longer than the prompt"]
+)
+async def test_a_prefix_that_does_not_come_is_computed(cluster: InProcessCluster, trouble: str) -> None:
+    ids = prompt(3)
+    cluster.use_only("prefill-0", "decode-0")
+    if trouble != "holds nothing":
+        assert await cluster.ask(ids, 5) == expected(ids, 5)
+    cluster.use_only("prefill-1", "decode-1")
+    cluster.hint_at("prefill-0", PREFIX if trouble != "longer than the prompt" else 100_000)
+    assert cluster.hint is not None
+    reader = cluster.workers["prefill-1"]
+    if trouble == "another life":
+        cluster.hint = PrefixHint(PeerRef(cluster.hint.source.worker_id, Epoch(5)), PREFIX)
+    elif trouble == "evicted":
+        cluster.workers["prefill-0"].host.pool.clear_cache()
+    elif trouble == "corrupt":
+        reader.faults("read=corrupt*1")
+    elif trouble == "refused":
+        reader.faults("read=refuse*1")
+    elif trouble == "lost":
+        reader.faults("read=delay:0.3*1")
+        asyncio.get_running_loop().call_later(0.1, cluster.workers["prefill-0"].host.stop)
+    longer = [*ids, *prompt(4, 30)]
+    assert await cluster.ask(longer, 8) == expected(longer, 8)
+    stats = reader.host.transfer_stats
+    if trouble in ("corrupt", "refused"):
+        assert stats.kv_failures == {"corrupt": 1} if trouble == "corrupt" else {"read": 1}
+        assert reader.host.sources.num_quarantined == (trouble == "corrupt")
+    if trouble != "longer than the prompt":
+        assert stats.kv_prefix_tokens == 0
+    cluster.workers.pop("prefill-0") if trouble == "lost" else None
+    await cluster.until_balanced()
+
+
+@pytest.mark.parametrize("cluster", ["local"], indirect=True)
+async def test_a_cancelled_fetch_gives_everything_back(cluster: InProcessCluster) -> None:
+    ids = prompt(5)
+    cluster.use_only("prefill-0", "decode-0")
+    await cluster.ask(ids, 5)
+    cluster.use_only("prefill-1", "decode-1")
+    cluster.hint_at("prefill-0", PREFIX)
+    reader = cluster.workers["prefill-1"]
+    reader.faults("read=delay:0.5*1")
+    asking = asyncio.create_task(cluster.ask([*ids, *prompt(6, 30)], 8))
+    await cluster.until(lambda: reader.host.pool.counts().fetching, "the fetch to start")
+    assert cluster.workers["prefill-0"].host.pool.counts().pinned == PREFIX // 16
+    asking.cancel()
+    await cluster.until(lambda: reader.host.pool.counts().quarantined, "what may still be written to be quarantined")
+    await cluster.until_balanced()
+
+
+async def test_a_reader_that_forgets_loses_its_pins_to_the_lease(tmp_path: Path) -> None:
+    """PD-03: within the lease, here made short."""
+    ids = prompt(7)
+    async with running(tmp_path, NAMES, kv_transport="local", pin_lease_s=0.2, drain_timeout_s=1.0) as cluster:
+        cluster.use_only("prefill-0", "decode-0")
+        await cluster.ask(ids, 5)
+        cluster.use_only("prefill-1", "decode-1")
+        cluster.hint_at("prefill-0", PREFIX)
+        cluster.workers["prefill-1"].faults("read=delay:0.8*1")
+        longer = [*ids, *prompt(8, 30)]
+        assert await cluster.ask(longer, 8) == expected(longer, 8)
+        assert cluster.workers["prefill-0"].host.transfer_stats.kv_reclaimed["lease"] == 1
+        await cluster.until_balanced()
+
+
+@pytest.mark.parametrize(("source_size", "reader_size"), [(16, 32), (32, 16)])
+async def test_unequal_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source_size: int, reader_size: int
+) -> None:
+    """PD-22: handover and prefix fetch between workers whose blocks differ, layer groups and checksums included."""
+    monkeypatch.setenv("UCX_TLS", "all")
+    cluster = InProcessCluster(tmp_path)
+    try:
+        for name, size in (("prefill-0", source_size), ("prefill-1", reader_size), ("decode-0", reader_size)):
+            cluster.start_worker(name, block_size=size, kv_transport="local", kv_verify="sample", drain_timeout_s=1.0)
+        await cluster.until_linked()
+        for length in (150, 16, 33, 64):
+            ids = prompt(length, length)
+            cluster.use_only("prefill-0", "decode-0")
+            assert await cluster.ask(ids, 5) == expected(ids, 5)
+            cluster.use_only("prefill-1", "decode-0")
+            cluster.hint_at("prefill-0", length)
+            longer = [*ids, *prompt(9, 40)]
+            assert await cluster.ask(longer, 5) == expected(longer, 5)
+        assert cluster.workers["prefill-1"].host.transfer_stats.kv_prefix_tokens >= 128 + 64
+        await cluster.until_balanced()
+    finally:
+        await cluster.close()
