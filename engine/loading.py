@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The model of ``folder`` in memory and its KV pool, which has ``geometry.shape`` and lives until the process ends."""
+    """The model of ``folder`` in memory and its KV pool (``geometry.shape``), which lives until the process ends."""
 
     decoder: Decoder | NativeDecoder
     geometry: KvGeometry

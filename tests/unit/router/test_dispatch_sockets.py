@@ -55,7 +55,9 @@ class WorkerSide:
             on_lost=lambda peer: self.dispatcher.on_lost(peer),
         )
         self.port = self.socket.port
-        self.dispatcher = RequestDispatcher(RouterConfig(min_prefill=0, min_decode=0), RouterId("router-test"), self.socket)
+        self.dispatcher = RequestDispatcher(
+            RouterConfig(min_prefill=0, min_decode=0), RouterId("router-test"), self.socket
+        )
         self.dispatcher.start()
 
 
