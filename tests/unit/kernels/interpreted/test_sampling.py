@@ -66,9 +66,9 @@ def test_draws_are_those_of_torch(rows: list[dict[str, Any]], vocab_size: int, c
 @pytest.mark.parametrize("top_p", [0.5, 0.75])
 def test_ties_at_the_edge_of_top_p(top_p: float) -> None:
     """Four equal tokens and top-p of a half: the two lower ids, nothing else."""
-    logits = torch.full((12, 700), -50.0)
+    logits = torch.full((8, 700), -50.0)
     logits[:, [3, 300, 400, 699]] = 1.0
-    rows = parameters([{"top_p": top_p, "seed": seed} for seed in range(12)])
+    rows = parameters([{"top_p": top_p, "seed": seed} for seed in range(8)])
     drawn = sample(logits, SamplingBatch(rows=rows)).token_ids
     assert set(drawn.tolist()) == set([3, 300, 400][: round(4 * top_p)])
 
