@@ -213,7 +213,7 @@ class _PromptSink:
         generation = self._generation
         if choice.push(delta):
             generation._dispatcher.finish_choice(self.request_id, ChoiceIndex(index))
-        if choice.finish_reason is None and not generation.is_over:
+        if choice.finish_reason is None:
             self._on_progress(self._first + index)
         else:
             generation.progressed(self._first + index)

@@ -73,6 +73,10 @@ class ClientConnection:
         """
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    def write_parts(self, num_bytes: int, start: bytes, middle: bytes, end: bytes) -> None:
+        """``write_chunk`` of ``num_bytes`` in three pieces, without joining them first."""
+        self._write(b"%x\r\n%b%b%b\r\n" % (num_bytes, start, middle, end))
+
     def abort(self) -> None:
         """Drop the connection and what it has buffered."""
         self._transport.abort()

@@ -146,10 +146,9 @@ class EventWriter:
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % index
         return self._start + choice + b'"logprobs":null,"finish_reason":null}]' + self._end(usage)
 
-    def plain_text(self, index: int, text: str) -> bytes:
-        """New text of one choice and nothing else: the event of nearly every token."""
-        start = self._text_starts.get(index) or self._text_start(index)
-        return b"%b%b%b" % (start, _encode(text), self._plain_end)
+    def plain_parts(self, index: int) -> tuple[bytes, bytes]:
+        """What stands around the text's JSON in an event of new text and nothing else: nearly every token's."""
+        return self._text_start(index), self._plain_end
 
     def text(
         self, index: int, text: str, entries: list[TokenEntry], token_ids: list[int] | None, usage: Usage | None

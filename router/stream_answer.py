@@ -11,9 +11,11 @@ Before the first token nothing is sent, so an early failure still has its own HT
 
 import asyncio
 
+from msgspec.json import encode as json_encode
 from starlette.types import Receive, Scope, Send
 
 from twopool.protocol.errors import TwopoolError
+from twopool.router.choice_stream import ChoiceStream
 from twopool.router.detokenizer import TokenTable
 from twopool.router.generation import Generation
 from twopool.router.http_errors import error_body
@@ -64,11 +66,15 @@ class StreamAnswer:
         "_head",
         "_include_usage",
         "_is_completed",
+        "_is_marked",
         "_is_open",
         "_is_over",
         "_is_plain",
         "_last_bytes_timeout_s",
         "_max_buffer_bytes",
+        "_sole",
+        "_sole_end",
+        "_sole_start",
         "_started",
         "_writer",
         "first",
@@ -102,6 +108,9 @@ class StreamAnswer:
         self._is_over = False
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
+        self._sole: ChoiceStream | None = None  # the only choice of a plain answer, once it has its first event
+        self._sole_start = self._sole_end = b""
+        self._is_marked = False
         self._is_open = False
         self._error: TwopoolError | None = None
         self._is_completed = False
@@ -110,6 +119,11 @@ class StreamAnswer:
         self._ended: asyncio.Future[bool] = loop.create_future()
 
     def on_progress(self, index: int) -> None:
+        if self._sole is not None:
+            if not self._is_marked:
+                self._is_marked = True
+                self._batcher.mark(self)
+            return
         if not self._dirty and self._is_open:
             self._batcher.mark(self)
         self._dirty[index] = None
@@ -124,6 +138,7 @@ class StreamAnswer:
             self.first.set_exception(error)
             return
         self._error = error
+        self._leave_short_way()
         if self._is_open:
             self._batcher.mark(self)
 
@@ -164,16 +179,22 @@ class StreamAnswer:
             connection.abort()
             self._end(whole=False)
             return
-        if self._is_plain and self._error is None and not self._is_completed and len(self._dirty) == 1:
-            # The way of nearly every token: new text of one choice and nothing else.
-            index, _ = self._dirty.popitem()
-            choice = self._generation.choices[index]
-            if index in self._started and choice.finish_reason is None:
-                if text := choice.take_text():
-                    connection.write_chunk(self._writer.plain_text(index, text))
+        sole = self._sole
+        if sole is not None:
+            self._is_marked = False
+            if sole.finish_reason is None:
+                # The way of nearly every token: new text of one choice and nothing else.
+                if text := sole.take_text():
+                    data, start, end = json_encode(text), self._sole_start, self._sole_end
+                    connection.write_parts(len(start) + len(data) + len(end), start, data, end)
                 return
-            self._dirty[index] = None
+            self._leave_short_way()
         self._flush_events()
+
+    def _leave_short_way(self) -> None:
+        if self._sole is not None:
+            self._sole = None
+            self._dirty[0] = None
 
     def _flush_events(self) -> None:
         events: list[bytes] = []
@@ -188,6 +209,10 @@ class StreamAnswer:
             events.append(DONE_EVENT)
         if events:
             self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
+        choices = self._generation.choices
+        if self._is_plain and len(choices) == 1 and self._started and choices[0].finish_reason is None:
+            self._sole = choices[0]
+            self._sole_start, self._sole_end = self._writer.plain_parts(0)
         if self._error is not None or self._is_completed:
             self._end(whole=self._error is None)
 
