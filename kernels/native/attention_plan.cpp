@@ -26,6 +26,7 @@ void AttentionPlan::add_sequence(const ModelShape& shape, const StepBatch& batch
   const int group = shape.num_heads / shape.num_kv_heads;
   const int64_t num_rows = int64_t{batch.query_lens[sequence]} * group, context_len = batch.context_lens[sequence];
   const int64_t first_position = context_len - batch.query_lens[sequence];
+  if (num_rows > kQueryRows) one_task_a_head_ = false;
   for (int64_t row = 0; row < num_rows; row += kQueryRows) {
     AttentionTask task = {};
     task.first_token = first_token;
@@ -46,6 +47,7 @@ void AttentionPlan::cut_by_split(int head_dim) {
   int64_t num_partials = 0;
   for (const AttentionTask& task : tasks_) num_partials += task.end_split - task.first_split;
   if (num_partials == static_cast<int64_t>(tasks_.size())) return;  // one split each
+  one_task_a_head_ = false;
   const int64_t padded = round_up(head_dim, kInnerUnit), values = kQueryRows * padded;
   const int64_t partial_floats = values + 2 * kQueryRows;
   memory_.reserve(static_cast<size_t>(num_partials * partial_floats) * sizeof(float));

@@ -19,12 +19,16 @@ class AttentionPlan {
 
   const std::vector<AttentionTask>& tasks() const { return tasks_; }  // the longest first
 
+  // Whether each sequence has one task a KV head: then it may also rotate that head and write its K and V.
+  bool one_task_a_head() const { return one_task_a_head_; }
+
  private:
   void add_sequence(const ModelShape& shape, const StepBatch& batch, int64_t sequence, int64_t first_token,
                     int64_t window);
   void cut_by_split(int head_dim);
 
   std::vector<AttentionTask> tasks_;
+  bool one_task_a_head_ = true;
   std::vector<PartialSums> partials_;
   std::unique_ptr<std::atomic<int>[]> num_done_;
   HugeBuffer memory_;

@@ -96,7 +96,7 @@ void Model::set_matrix(int layer, MatrixKind kind, OutputRange range, const void
     }
   };
   const int64_t num_tasks = (num_rows + kRowsATask - 1) / kRowsATask;
-  pool->run([&](int) { pool->for_each(num_tasks, pack); });
+  pool->run([&](int thread) { pool->for_each(thread, num_tasks, pack); });
   target.num_filled += num_rows;
 }
 

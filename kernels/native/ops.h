@@ -71,9 +71,11 @@ struct NormTask {
   void* out;               // T [n]
 };
 
-// Rotary embedding of one token, its queries to `queries` and its K and V into the pool.
+// Rotary embedding of some heads of one token, and their way out: queries to attention, K and V into the pool.
 struct RotateTask {
-  float* qkv;              // [(num_heads + 2 * num_kv_heads) * head_dim], overwritten
+  float* query_rows;       // [num_heads][head_dim], overwritten
+  float* key_rows;         // [num_kv_heads][head_dim], overwritten
+  const float* value_rows; // [num_kv_heads][head_dim]
   const float* cos;        // [head_dim / 2]
   const float* sin;        // [head_dim / 2]
   const float* q_norm;     // [head_dim] or null

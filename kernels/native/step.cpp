@@ -10,6 +10,8 @@ namespace {
 constexpr int64_t kRowsATask = 4;      // of cheap operations
 constexpr int64_t kMaxPanelsATask = 4;
 constexpr int64_t kGemmTasksAThread = 8;
+// So few rows are normalised by every thread for itself: that is quicker than to wait for one another.
+constexpr int64_t kFewRows = 16;
 constexpr int64_t kCacheWays = 1024;   // bytes: strides of a multiple of it crowd a few sets of the cache
 
 }  // namespace
@@ -25,6 +27,8 @@ void StepRunner::reserve(int64_t num_rows) {
   constexpr int64_t kFloat = sizeof(float);
   residual_.reserve(num_rows, shape_.hidden_size, kFloat);
   normed_.reserve(num_rows, shape_.hidden_size, element);
+  own_normed_.resize(static_cast<size_t>(pool_.num_threads()));
+  for (Rows& rows : own_normed_) rows.reserve(kFewRows, shape_.hidden_size, element);
   qkv_.reserve(num_rows, shape_.qkv_size(), kFloat);
   attended_.reserve(num_rows, shape_.query_size(), element);
   gated_.reserve(num_rows, shape_.intermediate_size, element);
@@ -51,53 +55,65 @@ void StepRunner::run(const StepBatch& batch) {
 void StepRunner::walk(int thread) {
   const int64_t num_rows = batch_->num_rows, num_wanted = batch_->num_logit_rows;
   const int64_t hidden = shape_.hidden_size;
-  embed();
+  embed(thread);
   for (int l = 0; l < shape_.num_layers; ++l) {
     const LayerWeights& layer = model_.layers()[static_cast<size_t>(l)];
     const bool last = l + 1 == shape_.num_layers;
-    normalise(layer.input_norm, num_rows);
-    multiply(layer.qkv, normed_, num_rows, Epilogue::kStore, qkv_.memory.as<void>(), qkv_.stride, shape_.qkv_size());
-    rotate(l);
-    if (last && num_wanted == 0) return;  // the cache is filled, nothing else is asked for
-    attend(l, thread);
-    if (last) gather_wanted();
+    const Rows& attention_input = normalise(layer.input_norm, num_rows, thread);
+    multiply(thread, layer.qkv, attention_input, num_rows, Epilogue::kStore, qkv_.memory.as<void>(), qkv_.stride,
+             shape_.qkv_size());
+    const bool rotates_by_task = plans_.at(shape_.windows[static_cast<size_t>(l)]).one_task_a_head();
+    const bool ends_here = last && num_wanted == 0;  // the cache is filled, nothing else is asked for
+    if (!rotates_by_task || ends_here) rotate(l, thread);
+    if (ends_here) return;
+    attend(l, thread, rotates_by_task);
+    if (last) gather_wanted(thread);
     const int64_t rows = last ? num_wanted : num_rows;
     float* residual = residual_.memory.as<float>();
-    multiply(layer.output, attended_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
-    normalise(layer.post_attention_norm, rows);
-    multiply(layer.gate_up, normed_, rows, Epilogue::kGated, gated_.memory.as<void>(), gated_.stride,
+    multiply(thread, layer.output, attended_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
+    const Rows& mlp_input = normalise(layer.post_attention_norm, rows, thread);
+    multiply(thread, layer.gate_up, mlp_input, rows, Epilogue::kGated, gated_.memory.as<void>(), gated_.stride,
              layer.gate_up.num_panels * kPanelCols);
-    multiply(layer.down, gated_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
+    multiply(thread, layer.down, gated_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
   }
-  normalise(model_.final_norm(), num_wanted);
-  multiply(model_.head(), normed_, num_wanted, Epilogue::kStore, batch_->logits, shape_.vocab_size, shape_.vocab_size);
+  const Rows& last_hidden = normalise(model_.final_norm(), num_wanted, thread);
+  multiply(thread, model_.head(), last_hidden, num_wanted, Epilogue::kStore, batch_->logits, shape_.vocab_size,
+           shape_.vocab_size);
 }
 
 template <typename Body>
-void StepRunner::for_rows(int64_t num_rows, const Body& body) {
-  pool_.for_each((num_rows + kRowsATask - 1) / kRowsATask, [&](int64_t task) {
+void StepRunner::for_rows(int thread, int64_t num_rows, const Body& body) {
+  pool_.for_each(thread, (num_rows + kRowsATask - 1) / kRowsATask, [&](int64_t task) {
     const int64_t end = std::min(num_rows, (task + 1) * kRowsATask);
     for (int64_t row = task * kRowsATask; row < end; ++row) body(row);
   });
 }
 
-void StepRunner::embed() {
+void StepRunner::embed(int thread) {
   const int64_t row_bytes = shape_.hidden_size * element_bytes(shape_.dtype);
-  for_rows(batch_->num_rows, [&](int64_t row) {
+  for_rows(thread, batch_->num_rows, [&](int64_t row) {
     ops_.embed(model_.embedding() + batch_->token_ids[row] * row_bytes, shape_.hidden_size,
                residual_.memory.as<float>() + row * residual_.stride);
   });
 }
 
-void StepRunner::normalise(const std::vector<float>& weight, int64_t num_rows) {
-  const int64_t out_bytes = normed_.stride * element_bytes(shape_.dtype);
-  for_rows(num_rows, [&](int64_t row) {
-    ops_.norm({residual_.memory.as<float>() + row * residual_.stride, weight.data(),
-               static_cast<int>(shape_.hidden_size), shape_.eps, normed_.memory.as<uint8_t>() + row * out_bytes});
-  });
+const StepRunner::Rows& StepRunner::normalise(const std::vector<float>& weight, int64_t num_rows, int thread) {
+  if (num_rows <= kFewRows) {
+    const Rows& own = own_normed_[static_cast<size_t>(thread)];
+    for (int64_t row = 0; row < num_rows; ++row) normalise_row(weight, row, own);
+    return own;
+  }
+  for_rows(thread, num_rows, [&](int64_t row) { normalise_row(weight, row, normed_); });
+  return normed_;
 }
 
-void StepRunner::multiply(const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
+void StepRunner::normalise_row(const std::vector<float>& weight, int64_t row, const Rows& out) {
+  ops_.norm({residual_.memory.as<float>() + row * residual_.stride, weight.data(),
+             static_cast<int>(shape_.hidden_size), shape_.eps,
+             out.memory.as<uint8_t>() + row * out.stride * element_bytes(shape_.dtype)});
+}
+
+void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
                           int64_t out_stride, int64_t num_cols) {
   const int64_t element = element_bytes(shape_.dtype), out_element = epilogue == Epilogue::kGated ? element : 4;
   const int64_t out_panel = epilogue == Epilogue::kGated ? kPanelCols / 2 : kPanelCols;
@@ -107,7 +123,7 @@ void StepRunner::multiply(const PackedMatrix& matrix, const Rows& rows, int64_t 
   const int64_t num_groups = (matrix.num_panels + panels_a_task - 1) / panels_a_task;
   const int64_t panel_bytes = kPanelCols * matrix.padded_inner * element;
   // Neighbouring tasks share their rows, which stay in the cache, while the weights stream by.
-  pool_.for_each(num_blocks * num_groups, [&](int64_t index) {
+  pool_.for_each(thread, num_blocks * num_groups, [&](int64_t index) {
     const int64_t row = index / num_groups * kTaskRows, panel = index % num_groups * panels_a_task;
     GemmTask task = {};
     task.rows = rows.memory.as<uint8_t>() + row * rows.stride * element;
@@ -132,31 +148,39 @@ uint8_t* StepRunner::pool_layer(int64_t block, int layer) const {
   return static_cast<uint8_t*>(batch_->kv_pool) + offset * element_bytes(shape_.dtype);
 }
 
-void StepRunner::rotate(int layer) {
-  const LayerWeights& weights = model_.layers()[static_cast<size_t>(layer)];
-  const int64_t element = element_bytes(shape_.dtype), half = shape_.head_dim / 2;
-  for_rows(batch_->num_rows, [&](int64_t row) {
-    const int64_t block = batch_->slots[row] / batch_->block_size, offset = batch_->slots[row] % batch_->block_size;
-    RotateTask task = {};
-    task.qkv = qkv_.memory.as<float>() + row * qkv_.stride;
-    task.cos = batch_->cos + batch_->positions[row] * half;
-    task.sin = batch_->sin + batch_->positions[row] * half;
-    task.q_norm = weights.query_norm.empty() ? nullptr : weights.query_norm.data();
-    task.k_norm = weights.key_norm.empty() ? nullptr : weights.key_norm.data();
-    task.eps = shape_.eps;
-    task.num_heads = shape_.num_heads;
-    task.num_kv_heads = shape_.num_kv_heads;
-    task.head_dim = shape_.head_dim;
-    task.queries = queries_.memory.as<uint8_t>() + row * queries_.stride * element;
-    uint8_t* keys = pool_layer(block, layer) + offset * shape_.head_dim * element;
-    task.keys = keys;
-    task.values = keys + batch_->block_size * shape_.head_dim * element;
-    task.kv_head_stride = kv_head_stride();
-    ops_.rotate(task);
-  });
+void StepRunner::rotate(int layer, int thread) {
+  for_rows(thread, batch_->num_rows, [&](int64_t row) { rotate_heads(layer, row, 0, shape_.num_kv_heads); });
 }
 
-void StepRunner::attend(int layer, int thread) {
+// The KV heads from first_kv_head on, and the query heads that share them.
+void StepRunner::rotate_heads(int layer, int64_t row, int first_kv_head, int num_kv_heads) {
+  const LayerWeights& weights = model_.layers()[static_cast<size_t>(layer)];
+  const int64_t element = element_bytes(shape_.dtype), head_dim = shape_.head_dim;
+  const int group = shape_.num_heads / shape_.num_kv_heads;
+  const int64_t block = batch_->slots[row] / batch_->block_size, offset = batch_->slots[row] % batch_->block_size;
+  const int64_t query = int64_t{first_kv_head} * group * head_dim, kv = first_kv_head * head_dim;
+  float* qkv = qkv_.memory.as<float>() + row * qkv_.stride;
+  RotateTask task = {};
+  task.query_rows = qkv + query;
+  task.key_rows = qkv + shape_.num_heads * head_dim + kv;
+  task.value_rows = qkv + (shape_.num_heads + shape_.num_kv_heads) * head_dim + kv;
+  task.cos = batch_->cos + batch_->positions[row] * (head_dim / 2);
+  task.sin = batch_->sin + batch_->positions[row] * (head_dim / 2);
+  task.q_norm = weights.query_norm.empty() ? nullptr : weights.query_norm.data();
+  task.k_norm = weights.key_norm.empty() ? nullptr : weights.key_norm.data();
+  task.eps = shape_.eps;
+  task.num_heads = num_kv_heads * group;
+  task.num_kv_heads = num_kv_heads;
+  task.head_dim = shape_.head_dim;
+  task.queries = queries_.memory.as<uint8_t>() + (row * queries_.stride + query) * element;
+  uint8_t* keys = pool_layer(block, layer) + (first_kv_head * kv_head_stride() + offset * head_dim) * element;
+  task.keys = keys;
+  task.values = keys + batch_->block_size * head_dim * element;
+  task.kv_head_stride = kv_head_stride();
+  ops_.rotate(task);
+}
+
+void StepRunner::attend(int layer, int thread, bool rotates) {
   AttentionLayer shared = {};
   shared.queries = queries_.memory.as<void>();
   shared.out = attended_.memory.as<void>();
@@ -172,24 +196,30 @@ void StepRunner::attend(int layer, int thread) {
   shared.window = shape_.windows[static_cast<size_t>(layer)];
   const std::vector<AttentionTask>& tasks = plans_.at(shared.window).tasks();
   void* scratch = scratch_[static_cast<size_t>(thread)].as<void>();
-  pool_.for_each(static_cast<int64_t>(tasks.size()),
-                 [&](int64_t i) { ops_.attend(shared, tasks[static_cast<size_t>(i)], scratch); });
+  pool_.for_each(thread, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    const AttentionTask& task = tasks[static_cast<size_t>(i)];
+    if (rotates) {
+      const int64_t num_tokens = task.context_len - task.first_position;
+      for (int64_t t = 0; t < num_tokens; ++t) rotate_heads(layer, task.first_token + t, task.kv_head, 1);
+    }
+    ops_.attend(shared, task, scratch);
+  });
 }
 
 // After the last layer's attention only the wanted rows go on.
-void StepRunner::gather_wanted() {
+void StepRunner::gather_wanted(int thread) {
   const size_t residual_bytes = static_cast<size_t>(residual_.stride) * sizeof(float);
   const size_t attended_bytes = static_cast<size_t>(attended_.stride * element_bytes(shape_.dtype));
   const auto copy = [](const Rows& from, const Rows& to, int64_t source, int64_t target, size_t row_bytes) {
     std::memcpy(to.memory.as<uint8_t>() + static_cast<size_t>(target) * row_bytes,
                 from.memory.as<uint8_t>() + static_cast<size_t>(source) * row_bytes, row_bytes);
   };
-  for_rows(batch_->num_logit_rows, [&](int64_t i) {
+  for_rows(thread, batch_->num_logit_rows, [&](int64_t i) {
     copy(residual_, wanted_residual_, batch_->logit_rows[i], i, residual_bytes);
     copy(attended_, wanted_attended_, batch_->logit_rows[i], i, attended_bytes);
   });
   // A second pass, as a row may be wanted in another's place.
-  for_rows(batch_->num_logit_rows, [&](int64_t i) {
+  for_rows(thread, batch_->num_logit_rows, [&](int64_t i) {
     copy(wanted_residual_, residual_, i, i, residual_bytes);
     copy(wanted_attended_, attended_, i, i, attended_bytes);
   });

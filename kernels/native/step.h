@@ -31,15 +31,18 @@ class StepRunner {
 
   void reserve(int64_t num_rows);
   void walk(int thread);
-  void embed();
-  void normalise(const std::vector<float>& weight, int64_t num_rows);
-  void multiply(const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
+  void embed(int thread);
+  // -> the rows, normalised, for this thread to multiply.
+  const Rows& normalise(const std::vector<float>& weight, int64_t num_rows, int thread);
+  void normalise_row(const std::vector<float>& weight, int64_t row, const Rows& out);
+  void multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
                 int64_t out_stride, int64_t num_cols);
-  void rotate(int layer);
-  void attend(int layer, int thread);
-  void gather_wanted();
+  void rotate(int layer, int thread);
+  void rotate_heads(int layer, int64_t row, int first_kv_head, int num_kv_heads);
+  void attend(int layer, int thread, bool rotates);
+  void gather_wanted(int thread);
   template <typename Body>
-  void for_rows(int64_t num_rows, const Body& body);
+  void for_rows(int thread, int64_t num_rows, const Body& body);
 
   uint8_t* pool_layer(int64_t block, int layer) const;
   int64_t kv_head_stride() const { return shape_.num_layers * 2 * batch_->block_size * shape_.head_dim; }
@@ -52,6 +55,7 @@ class StepRunner {
   std::map<int64_t, AttentionPlan> plans_;  // by window
   Rows residual_;  // float [rows][hidden_size]
   Rows normed_;    // T [rows][hidden_size]
+  std::vector<Rows> own_normed_;  // of few rows every thread has its own
   Rows qkv_;       // float [rows][qkv_size]
   Rows queries_;   // T [rows][query_size]
   Rows attended_;  // T [rows][query_size]

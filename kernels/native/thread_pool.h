@@ -14,7 +14,7 @@ namespace twopool {
 class WaitWord {
  public:
   uint32_t load() const { return value_.load(std::memory_order_acquire); }
-  void wait_while(uint32_t old, int num_spins);
+  void wait_while(uint32_t old, uint64_t num_cycles);  // of spinning
   void advance();  // adds one and wakes every waiter
 
  private:
@@ -35,24 +35,35 @@ class ThreadPool {
   // Runs region(thread) on every thread and returns when all are through. One caller at a time.
   void run(const std::function<void(int)>& region);
 
-  // Within a region, by every thread: takes tasks 0 .. count-1 as threads become free, then meets the others.
-  // Which thread runs a task must not matter to its result.
+  // Within a region, by every thread: runs tasks 0 .. count-1, then meets the others. A thread walks a run of its own,
+  // so that memory is read in order and the same weights by the same core in each step, then helps those that are not
+  // through. Which thread runs a task must not matter to its result.
   template <typename Task>
-  void for_each(int64_t count, const Task& task) {
-    for (int64_t i; (i = next_task_.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+  void for_each(int thread, int64_t count, const Task& task) {
+    for (int i = 0; i < num_threads_; ++i) {
+      const int owner = (thread + i) % num_threads_;
+      const int64_t first = count * owner / num_threads_, end = count * (owner + 1) / num_threads_;
+      std::atomic<int64_t>& num_taken = runs_[static_cast<size_t>(owner)].num_taken;
+      for (int64_t next; (next = first + num_taken.fetch_add(1, std::memory_order_relaxed)) < end;) task(next);
+    }
     barrier();
   }
 
  private:
+  struct alignas(64) Run {
+    std::atomic<int64_t> num_taken{0};
+  };
+
   void worker(int thread);
   void barrier();
+  void reset_runs();
   void pin(int thread) const;
 
   const int num_threads_;
   const std::vector<int> cpus_;
   const std::function<void(int)>* region_ = nullptr;
   std::atomic<bool> stopping_{false};
-  alignas(64) std::atomic<int64_t> next_task_{0};
+  std::vector<Run> runs_;  // one a thread
   alignas(64) std::atomic<int> num_arrived_{0};
   alignas(64) WaitWord barrier_round_;
   alignas(64) WaitWord region_round_;
