@@ -79,6 +79,16 @@ class RouterConfig(LinkConfig):
     max_attempts: int = flag(4, "pairings tried for one request")
     max_body_bytes: int = flag(16 * 1024 * 1024, "largest request body")
     max_header_bytes: int = flag(64 * 1024, "largest request line plus headers")
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes tool calls (auto: as its chat template looks)",
+        choices=("auto", "hermes", "llama3_json", "mistral"),
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model's reasoning is told from its answer (auto: as its chat template looks)",
+        choices=("auto", "none", "deepseek_r1", "qwen3"),
+    )
     max_stream_buffer_bytes: int = flag(1024 * 1024, "unread bytes after which a slow reader is disconnected")
     drain_timeout_s: float = flag(30.0, "seconds open requests may finish in after SIGTERM")
 

@@ -39,6 +39,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt text; whatever the template objects to is an ``InvalidRequestError``."""
         extra = dict(template_kwargs or {})
@@ -50,7 +51,11 @@ class ChatTemplate:
         variables = {**self._special_tokens, **extra}
         try:
             text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **variables
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused: {error.message}", param="messages") from error

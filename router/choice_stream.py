@@ -3,11 +3,14 @@
 ``RUNNING → FINISHED``: by the engine's finish reason or by a stop string found here; nothing is taken afterwards.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from twopool.protocol.messages import FinishReason, TokenDelta, TokenLogprobs
 from twopool.router.detokenizer import TokenTable
+from twopool.router.message_parser import AnswerReason, MessageOptions, MessageParser
 from twopool.router.stop_strings import StopMatch, StopMatcher
+from twopool.router.tool_parsers import MessageDelta
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,8 @@ class TextOptions:
     """How a choice's ids become text; the same for all choices of a request.
 
     The text of the first ``min_tokens`` tokens is not searched for stop strings. ``stop_token_ids`` are the client's
-    own (not the model's EOS): ending at one is worth telling.
+    own (not the model's EOS): ending at one is worth telling. ``markers`` are special tokens whose text is shown
+    whatever ``skip_special_tokens`` says: whoever reads the message needs it.
     """
 
     stops: tuple[str, ...] = ()
@@ -24,6 +28,7 @@ class TextOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
+    markers: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,18 +50,27 @@ class ChoiceStream:
     """Takes accepted tokens, gives text that is certain."""
 
     def __init__(
-        self, table: TokenTable, options: TextOptions, *, prefix: str = "", prompt_ids: list[int] | None = None
+        self,
+        table: TokenTable,
+        options: TextOptions,
+        *,
+        prefix: str = "",
+        prompt_ids: list[int] | None = None,
+        message: MessageOptions | None = None,
     ) -> None:
         """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. With ``prompt_ids``
-        the answer carries token ids.
+        the answer carries token ids. With ``message`` the text is a chat message of several parts.
         """
+        self._table = table
+        self._message = None if message is None else MessageParser(message)
+        self._message_is_over = False
         self.prompt_ids = prompt_ids
         self._new_ids: list[int] = []
         self._detokenizer = table.detokenizer(skip_special_tokens=options.skip_special_tokens)
         self._push_id = self._detokenizer.push
         self._options = options
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop) if options.stops else None
-        self._plain = self._matcher is None and not options.logprobs
+        self._plain = self._matcher is None and not options.logprobs and not options.markers
         self._ready: list[str] = [prefix] if prefix else []
         self._entries: list[TokenEntry] = []
         self._num_decoded = len(prefix)  # characters decoded, shown or not
@@ -102,6 +116,25 @@ class ChoiceStream:
         self._num_shown += len(text)
         return text
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether the text is to be taken with ``take_parts``."""
+        return self._message is not None
+
+    @property
+    def answer_reason(self) -> AnswerReason | None:
+        """The finish reason the client is told; all parts have been taken by then."""
+        return self.finish_reason if self._message is None else self._message.finish_reason(self.finish_reason)
+
+    def take_parts(self) -> list[MessageDelta]:
+        """What of the message became certain since the last call, in order."""
+        assert self._message is not None
+        parts = [self._message.push(self.take_text())]
+        if self.finish_reason is not None and not self._message_is_over:
+            self._message_is_over = True
+            parts.append(self._message.finish())
+        return [part for part in parts if part]
+
     def take_ids(self) -> list[int]:
         """The token ids accepted since the last call, where the answer carries them; the stop's among them."""
         ids, self._new_ids = self._new_ids, []
@@ -124,6 +157,9 @@ class ChoiceStream:
         self.num_tokens += 1
         if self.prompt_ids is not None:
             self._new_ids.append(token_id)
+        marker = self._options.markers.get(token_id)
+        if marker is not None and not hide:
+            return self._push_marker(token_id, marker, logprobs)
         text = "" if hide else detokenizer.push(token_id)
         if self._options.logprobs and logprobs is not None:
             piece = b"" if hide else detokenizer.piece
@@ -132,6 +168,17 @@ class ChoiceStream:
         if not detokenizer.num_pending_bytes:
             self._settle_entries()
         return self._show(text, searched=self.num_tokens > self._options.min_tokens)
+
+    def _push_marker(self, token_id: int, marker: str, logprobs: TokenLogprobs | None) -> bool:
+        """A special token that is shown: no text runs on over it."""
+        text = self._detokenizer.finish()
+        self._detokenizer = self._table.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
+        self._push_id = self._detokenizer.push
+        if self._options.logprobs and logprobs is not None:
+            self._entries.append(TokenEntry(token_id, marker.encode(), self._num_decoded + len(text), logprobs))
+        self._num_decoded += len(text) + len(marker)
+        self._settle_entries()
+        return self._show(text + marker, searched=self.num_tokens > self._options.min_tokens)
 
     def _settle_entries(self) -> None:
         for entry in reversed(self._entries):

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import TwopoolError
 from twopool.router.generation import Generation
+from twopool.router.grammar import may_take_long
 from twopool.router.http_edge import RequestContext, context_of
 from twopool.router.http_errors import ClientLeftError
 from twopool.router.http_metrics import HttpMetrics, outcome_of
@@ -22,7 +23,7 @@ from twopool.router.responses import WholeChoice, whole_answer
 from twopool.router.stream_answer import StreamAnswer, WriteBatcher
 
 _INLINE_BODY_BYTES = 16 * 1024
-"""Larger bodies are decoded, rendered and tokenised in a thread: milliseconds that streams would wait for."""
+"""Larger bodies, and those with grammars, are prepared in a thread: milliseconds that streams would wait for."""
 
 Prepare = Callable[[bytes, ModelInfo, RequestLimits], PreparedRequest]
 
@@ -81,7 +82,7 @@ class GenerateApi:
     async def _prepare(self, request: Request, prepare: Prepare) -> PreparedRequest:
         data = await read_body(request, self._config.max_body_bytes)
         limits = self._limits(context_of(request.scope))
-        if len(data) <= _INLINE_BODY_BYTES:
+        if len(data) <= _INLINE_BODY_BYTES and not may_take_long(data):
             return prepare(data, self._model, limits)
         return await asyncio.get_running_loop().run_in_executor(None, prepare, data, self._model, limits)
 
@@ -95,6 +96,8 @@ class GenerateApi:
             timeout_s=self._config.request_timeout_s,
             arrived_s=context.arrived_s,
             tenant=context.tenant,
+            tool_call_parser=self._config.tool_call_parser,
+            reasoning_parser=self._config.reasoning_parser,
         )
 
     async def _stream(self, prepared: PreparedRequest, generation: Generation, connection: ClientConnection) -> ASGIApp:
@@ -116,10 +119,12 @@ class GenerateApi:
         answer = _WholeAnswer(generation, asyncio.get_running_loop().create_future())
         await _run(generation, answer, connection, answer.done)
         wants_entries = prepared.head.num_top_logprobs is not None
-        choices = [
-            WholeChoice(index, choice.take_text(), choice, choice.take_entries() if wants_entries else [])
-            for index, choice in enumerate(generation.choices)
-        ]
+        choices = []
+        for index, choice in enumerate(generation.choices):
+            parts = choice.take_parts() if choice.has_parts else None
+            text = choice.take_text()
+            entries = choice.take_entries() if wants_entries else []
+            choices.append(WholeChoice(index, text, choice, parts, entries))
         body = whole_answer(prepared.head, choices, generation.usage, self._model.tokenizer.table)
         return Response(body, media_type="application/json")
 

@@ -9,6 +9,7 @@ from typing import Any
 from twopool.protocol.errors import ModelError
 from twopool.router.chat_template import ChatTemplate
 from twopool.router.tokenizer import TextTokenizer, load_tokenizer, special_tokens
+from twopool.router.tool_formats import ReasoningFormat, ToolFormat, reasoning_format_of, tool_format_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One served model. ``vocab_size`` is the width of its logits, which may exceed the tokenizer's vocabulary."""
+    """One served model. ``vocab_size`` is the width of its logits, which may exceed the tokenizer's vocabulary.
+
+    ``tool_format`` and ``reasoning_format`` are what its chat template looks like.
+    """
 
     folder: Path
     vocab_size: int
@@ -37,6 +41,8 @@ class ModelInfo:
     tokenizer: TextTokenizer
     chat_template: ChatTemplate | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    tool_format: ToolFormat = "hermes"
+    reasoning_format: ReasoningFormat | None = None
 
 
 def load_model_info(folder: Path) -> ModelInfo:
@@ -64,6 +70,8 @@ def load_model_info(folder: Path) -> ModelInfo:
         tokenizer=tokenizer,
         chat_template=None if source is None else ChatTemplate(source, named),
         defaults=_defaults(generation, folder),
+        tool_format=tool_format_of(source or ""),
+        reasoning_format=reasoning_format_of(source or ""),
     )
 
 

@@ -12,7 +12,9 @@ from twopool.protocol.ids import RequestId, new_request_id
 from twopool.protocol.messages import SamplingParams
 from twopool.router.choice_stream import ChoiceStream, TextOptions
 from twopool.router.generation import PlannedPrompt
+from twopool.router.grammar import Surroundings, output_grammar
 from twopool.router.interface import RoutedRequest
+from twopool.router.message_parser import MessageOptions, reasoning_at
 from twopool.router.model_info import ModelInfo
 from twopool.router.prompts import (
     MAX_CHOICES_IN_ALL,
@@ -25,6 +27,8 @@ from twopool.router.prompts import (
 from twopool.router.responses import AnswerHead
 from twopool.router.sampling_defaults import num_choices, num_logprobs, sampling_params, stop_strings
 from twopool.router.schema import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+from twopool.router.tool_formats import MARKERS, REASONING_FORMATS, THINK_CLOSE, THINK_OPEN, TOOL_FORMATS
+from twopool.router.tools import ToolUse, tool_use
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,17 @@ class RequestLimits:
     timeout_s: float
     arrived_s: float
     tenant: bytes
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What the output must be, and how a chat message is read from it."""
+
+    grammar: str | None
+    message: MessageOptions | None
+    markers: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -56,9 +71,11 @@ def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> Prepar
     name = _served_name(body, limits)
     _check_stream(body)
     num_choices(body)
-    prompt = chat_prompt(body, model)
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    prompt = chat_prompt(body, model, tools)
     max_tokens = max_chat_tokens(body, len(prompt.ids), limits.max_model_len)
-    return _prepared(body, name, [prompt], [max_tokens], model, limits)
+    output = _chat_output(body, prompt, tools, model, limits)
+    return _prepared(body, name, [prompt], [max_tokens], output, model, limits)
 
 
 def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
@@ -72,7 +89,28 @@ def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> 
     if len(prompts) * num_choices(body) > MAX_CHOICES_IN_ALL:
         raise InvalidRequestError(f"n: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param="n")
     max_tokens = [max_completion_tokens(body, len(prompt.ids), limits.max_model_len) for prompt in prompts]
-    return _prepared(body, name, prompts, max_tokens, model, limits)
+    around = Surroundings("none", model.tool_format, None, model.tokenizer.token_id)
+    output = _Output(output_grammar(body, around), None, {})
+    return _prepared(body, name, prompts, max_tokens, output, model, limits)
+
+
+def _chat_output(
+    body: ChatBody, prompt: Prompt, tools: ToolUse | None, model: ModelInfo, limits: RequestLimits
+) -> _Output:
+    tool_format = next((name for name in TOOL_FORMATS if name == limits.tool_call_parser), model.tool_format)
+    reasoning_format = next((name for name in REASONING_FORMATS if name == limits.reasoning_parser), None)
+    if limits.reasoning_parser == "auto":
+        reasoning_format = model.reasoning_format
+    reasoning = reasoning_at(prompt.text or "", reasoning_format, continues=bool(body.continue_final_message))
+    options = MessageOptions(reasoning, tool_format, tools)
+    tokenizer = model.tokenizer
+    grammar = output_grammar(body, Surroundings(reasoning, tool_format, tools, tokenizer.token_id))
+    if options.reads_nothing:
+        return _Output(grammar, None, {})
+    texts = (*(MARKERS[tool_format] if tools is not None else ()), THINK_OPEN, THINK_CLOSE)
+    ids = {text: tokenizer.token_id(text) for text in texts}
+    markers = {number: text for text, number in ids.items() if number is not None}
+    return _Output(grammar, options, {i: text for i, text in markers.items() if tokenizer.table.is_special(i)})
 
 
 def _served_name(body: GenerationBody, limits: RequestLimits) -> str:
@@ -95,6 +133,7 @@ def _prepared(
     name: str,
     prompts: list[Prompt],
     max_tokens: list[int],
+    output: _Output,
     model: ModelInfo,
     limits: RequestLimits,
 ) -> PreparedRequest:
@@ -110,7 +149,7 @@ def _prepared(
     )
     ids = [request_id] + [new_request_id() for _ in prompts[1:]]
     planned = [
-        _planned(body, prompt, limit, model, limits, request_id)
+        _planned(body, prompt, limit, output, model, limits, request_id)
         for prompt, limit, request_id in zip(prompts, max_tokens, ids, strict=True)
     ]
     options = body.stream_options
@@ -127,6 +166,7 @@ def _planned(
     body: GenerationBody,
     prompt: Prompt,
     max_tokens: int,
+    output: _Output,
     model: ModelInfo,
     limits: RequestLimits,
     request_id: RequestId,
@@ -137,8 +177,9 @@ def _planned(
         eos_token_ids=model.eos_token_ids,
         vocab_size=limits.vocab_size,
         max_tokens=max_tokens,
+        grammar=output.grammar,
     )
-    options = _text_options(body, sampling)
+    options = _text_options(body, sampling, output.markers)
     table = model.tokenizer.table
     prefix = ""
     if isinstance(body, CompletionBody) and body.echo:
@@ -148,7 +189,10 @@ def _planned(
             else table.decode(prompt.ids.tolist(), skip_special_tokens=options.skip_special_tokens)
         )
     shown_ids = prompt.ids.tolist() if body.return_token_ids else None
-    choices = [ChoiceStream(table, options, prefix=prefix, prompt_ids=shown_ids) for _ in range(sampling.n)]
+    choices = [
+        ChoiceStream(table, options, prefix=prefix, prompt_ids=shown_ids, message=output.message)
+        for _ in range(sampling.n)
+    ]
     if max_tokens == 0:
         for choice in choices:
             choice.finish_empty()
@@ -164,7 +208,7 @@ def _planned(
     return PlannedPrompt(request, len(prompt.ids), choices)
 
 
-def _text_options(body: GenerationBody, sampling: SamplingParams) -> TextOptions:
+def _text_options(body: GenerationBody, sampling: SamplingParams, markers: dict[int, str]) -> TextOptions:
     return TextOptions(
         stops=stop_strings(body),
         include_stop=bool(body.include_stop_str_in_output),
@@ -172,6 +216,7 @@ def _text_options(body: GenerationBody, sampling: SamplingParams) -> TextOptions
         skip_special_tokens=True if body.skip_special_tokens is None else body.skip_special_tokens,
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs is not None,
+        markers=markers,
     )
 
 

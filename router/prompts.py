@@ -9,6 +9,7 @@ from twopool.protocol.token_hash import TokenIds
 from twopool.router.chat_messages import template_messages
 from twopool.router.model_info import ModelInfo
 from twopool.router.schema import ChatBody, CompletionBody
+from twopool.router.tools import ToolUse
 
 MAX_PROMPTS = 2048
 MAX_CHOICES_IN_ALL = 4096
@@ -17,13 +18,13 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text."""
+    """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text, or the rendered conversation."""
 
     ids: TokenIds
     text: str | None = None
 
 
-def chat_prompt(body: ChatBody, model: ModelInfo) -> Prompt:
+def chat_prompt(body: ChatBody, model: ModelInfo, tools: ToolUse | None = None) -> Prompt:
     """The rendered conversation. The template writes the special tokens, so the tokenizer adds none (by default)."""
     if model.chat_template is None:
         raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -38,11 +39,12 @@ def chat_prompt(body: ChatBody, model: ModelInfo) -> Prompt:
         add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continues,
         template_kwargs=body.chat_template_kwargs,
+        tools=None if tools is None else tools.shown,
     )
     ids = model.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not len(ids):
         raise InvalidRequestError("messages: they render to an empty prompt", param="messages")
-    return Prompt(ids)
+    return Prompt(ids, text)
 
 
 def completion_prompts(body: CompletionBody, model: ModelInfo, vocab_size: int) -> list[Prompt]:

@@ -7,6 +7,8 @@ import msgspec
 
 from twopool.router.choice_stream import ChoiceStream, TokenEntry
 from twopool.router.detokenizer import TokenTable
+from twopool.router.message_parser import delta_json, message_json
+from twopool.router.tool_parsers import MessageDelta
 
 _encode = msgspec.json.encode
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -42,11 +44,12 @@ class Usage:
 
 @dataclass
 class WholeChoice:
-    """One finished choice of an answer that is not streamed."""
+    """One finished choice of an answer that is not streamed. ``parts`` stand for ``text`` where it has some."""
 
     index: int
     text: str
     stream: ChoiceStream
+    parts: list[MessageDelta] | None = None
     entries: list[TokenEntry] = field(default_factory=list)
 
 
@@ -68,13 +71,13 @@ def whole_answer(head: AnswerHead, choices: list[WholeChoice], usage: Usage, tab
 def _whole_choice(head: AnswerHead, choice: WholeChoice, table: TokenTable) -> dict[str, Any]:
     logprobs = logprobs_json(head, choice.entries, table)
     ending: dict[str, Any] = {
-        "finish_reason": choice.stream.finish_reason,
+        "finish_reason": choice.stream.answer_reason,
         "stop_reason": choice.stream.stop_reason,
     }
     if choice.stream.prompt_ids is not None:
         ending |= {"prompt_token_ids": choice.stream.prompt_ids, "token_ids": choice.stream.take_ids()}
     if head.is_chat:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message = message_json([MessageDelta(content=choice.text)] if choice.parts is None else choice.parts)
         return {"index": choice.index, "message": message, "logprobs": logprobs, **ending}
     return {"index": choice.index, "text": choice.text, "logprobs": logprobs, **ending}
 
@@ -159,10 +162,24 @@ class EventWriter:
         end = self._text_end + logprobs + ids + b',"finish_reason":null}]' + self._end(usage)
         return self._text_start(index) + _encode(text) + end
 
+    def part(
+        self,
+        index: int,
+        part: MessageDelta,
+        entries: list[TokenEntry],
+        token_ids: list[int] | None,
+        usage: Usage | None,
+    ) -> bytes:
+        """A part of a chat message of several: content, reasoning, tool calls."""
+        logprobs = _encode(logprobs_json(self._head, entries, self._table) if entries else None)
+        ids = b"" if token_ids is None else b',"token_ids":' + _encode(token_ids)
+        start = b'{"index":%d,"delta":%b,"logprobs":%b%b' % (index, _encode(delta_json(part)), logprobs, ids)
+        return self._start + start + b',"finish_reason":null}]' + self._end(usage)
+
     def finish(self, index: int, stream: ChoiceStream, usage: Usage | None) -> bytes:
         """The last event of one choice."""
         body = b'"delta":{}' if self._head.is_chat else b'"text":""'
-        ending = b'"finish_reason":%b,"stop_reason":%b}]' % (_encode(stream.finish_reason), _encode(stream.stop_reason))
+        ending = b'"finish_reason":%b,"stop_reason":%b}]' % (_encode(stream.answer_reason), _encode(stream.stop_reason))
         return self._start + b'{"index":%d,%b,"logprobs":null,%b' % (index, body, ending) + self._end(usage)
 
     def usage(self, usage: Usage) -> bytes:

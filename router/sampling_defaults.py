@@ -26,6 +26,7 @@ def sampling_params(
     eos_token_ids: tuple[int, ...],
     vocab_size: int,
     max_tokens: int,
+    grammar: str | None = None,
 ) -> SamplingParams:
     """Complete parameters; draws the seed where the client gave none. Raises ``InvalidRequestError``."""
     min_tokens = int_in_range("min_tokens", body.min_tokens, 0, _INT32_MAX, default=0)
@@ -49,6 +50,7 @@ def sampling_params(
         eos_token_ids=() if body.ignore_eos else eos_token_ids,
         stop_token_ids=_stop_token_ids(body.stop_token_ids, vocab_size),
         logprobs=num_logprobs(body),
+        grammar=grammar,
     )
 
 

@@ -20,22 +20,17 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
+    """``json_schema`` is checked in ``grammar``."""
+
     type: str
+    json_schema: Any = None
 
 
 class _Unsupported(msgspec.Struct, kw_only=True):
     """Fields that would change the answer and are not supported yet; ``check_supported`` refuses them."""
 
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     structural_tag: Any = None
     prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
@@ -81,6 +76,15 @@ class GenerationBody(_Unsupported, kw_only=True):
     echo: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -130,25 +134,22 @@ def check_supported(body: GenerationBody) -> None:
     """Refuse in words what would otherwise be left out of the answer silently."""
     for name in _Unsupported.__struct_fields__:
         value = getattr(body, name)
-        if value is None or _asks_nothing(name, value, body):
+        if value is None or _asks_nothing(name, value):
             continue
         raise InvalidRequestError(f"{name}: not supported by this server yet", param=name)
     if body.echo and isinstance(body, ChatBody):
         raise InvalidRequestError("echo: only /v1/completions can echo its prompt", param="echo")
+    if isinstance(body, CompletionBody) and body.tool_choice != "none":
+        if body.tools:
+            raise InvalidRequestError("tools: only /v1/chat/completions can call tools", param="tools")
+        if body.tool_choice not in (None, "auto"):
+            raise InvalidRequestError("tool_choice: only /v1/chat/completions can call tools", param="tool_choice")
 
 
-def _asks_nothing(name: str, value: Any, body: GenerationBody) -> bool:
+def _asks_nothing(name: str, value: Any) -> bool:
     """Whether a field's value is what the server does anyway."""
-    if name == "tools":
-        if value and body.tool_choice != "none":
-            raise InvalidRequestError("tools: only tool_choice 'none' is supported by this server yet", param="tools")
-        return True
-    if name == "tool_choice":
-        return value == "none" or (value == "auto" and not body.tools)
     if name == "function_call":
         return bool(value == "none")
-    if name == "response_format":
-        return bool(value.type == "text")
     if name == "modalities":
         return bool(value == ["text"])
     return value is False or value == [] or value == ""

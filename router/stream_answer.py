@@ -104,7 +104,8 @@ class StreamAnswer:
         self._max_buffer_bytes = max_buffer_bytes
         self._last_bytes_timeout_s = last_bytes_timeout_s
         carries_ids = any(choice.prompt_ids is not None for choice in generation.choices)
-        self._is_plain = head.num_top_logprobs is None and not continuous_usage and not carries_ids
+        has_parts = any(choice.has_parts for choice in generation.choices)
+        self._is_plain = head.num_top_logprobs is None and not continuous_usage and not carries_ids and not has_parts
         self._is_over = False
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
@@ -223,9 +224,14 @@ class StreamAnswer:
             self._started.add(index)
             if self._head.is_chat:
                 events.append(self._writer.role(index, usage))
+        parts = choice.take_parts() if choice.has_parts else None
         text = choice.take_text()
         entries = choice.take_entries() if self._head.num_top_logprobs is not None else []
         token_ids = choice.take_ids() if choice.prompt_ids is not None else None
+        if parts:
+            for part in parts:
+                events.append(self._writer.part(index, part, entries, token_ids, usage))
+                entries, token_ids = [], None
         if text or entries or token_ids:
             events.append(self._writer.text(index, text, entries, token_ids, usage))
         if choice.finish_reason is not None:
