@@ -1,7 +1,10 @@
 #include "batch.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace twopool {
 namespace {
@@ -59,6 +62,29 @@ void check_batch(const ModelShape& shape, const StepBatch& b) {
   require_below(b.slots, b.num_rows, b.num_blocks * b.block_size, "slots");
   require_below(b.logit_rows, b.num_logit_rows, b.num_rows, "logit_rows");
   check_sequences(b);
+}
+
+bool writes_are_private(const StepBatch& b) {
+  std::vector<std::pair<int64_t, int64_t>> writers;  // block, sequence
+  int64_t row = 0;
+  for (int64_t s = 0; s < b.num_sequences; ++s) {
+    for (const int64_t end = row + b.query_lens[s]; row < end; ++row) {
+      const std::pair<int64_t, int64_t> writer = {b.slots[row] / b.block_size, s};
+      if (writers.empty() || writers.back() != writer) writers.push_back(writer);
+    }
+  }
+  std::sort(writers.begin(), writers.end());
+  for (int64_t s = 0; s < b.num_sequences; ++s) {
+    const int64_t num_blocks = (b.context_lens[s] + b.block_size - 1) / b.block_size;
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const int64_t block = b.block_tables[s * b.max_blocks + i];
+      auto writer = std::lower_bound(writers.begin(), writers.end(), std::make_pair(block, int64_t{0}));
+      for (; writer != writers.end() && writer->first == block; ++writer) {
+        if (writer->second != s) return false;
+      }
+    }
+  }
+  return true;
 }
 
 }  // namespace twopool

@@ -29,4 +29,8 @@ struct StepBatch {
 // Throws std::invalid_argument for anything that would read or write out of bounds.
 void check_batch(const ModelShape& shape, const StepBatch& batch);
 
+// Whether no sequence reads a block that another one writes in this step: then a sequence needs to wait for its own K and
+// V only.
+bool writes_are_private(const StepBatch& batch);
+
 }  // namespace twopool

@@ -44,6 +44,7 @@ void StepRunner::run(const StepBatch& batch) {
   check_batch(shape_, batch);
   batch_ = &batch;
   if (batch.num_rows == 0) return;
+  writes_are_private_ = writes_are_private(batch);
   reserve(std::max(batch.num_rows, batch.num_logit_rows));
   plans_.clear();
   for (int64_t window : std::set<int64_t>(shape_.windows.begin(), shape_.windows.end())) {
@@ -62,7 +63,8 @@ void StepRunner::walk(int thread) {
     const Rows& attention_input = normalise(layer.input_norm, num_rows, thread);
     multiply(thread, layer.qkv, attention_input, num_rows, Epilogue::kStore, qkv_.memory.as<void>(), qkv_.stride,
              shape_.qkv_size());
-    const bool rotates_by_task = plans_.at(shape_.windows[static_cast<size_t>(l)]).one_task_a_head();
+    const AttentionPlan& plan = plans_.at(shape_.windows[static_cast<size_t>(l)]);
+    const bool rotates_by_task = writes_are_private_ && plan.one_task_a_head();  // saves a barrier
     const bool ends_here = last && num_wanted == 0;  // the cache is filled, nothing else is asked for
     if (!rotates_by_task || ends_here) rotate(l, thread);
     if (ends_here) return;

@@ -52,6 +52,7 @@ class StepRunner {
   const OpTable& ops_;
   ThreadPool& pool_;
   const StepBatch* batch_ = nullptr;
+  bool writes_are_private_ = false;
   std::map<int64_t, AttentionPlan> plans_;  // by window
   Rows residual_;  // float [rows][hidden_size]
   Rows normed_;    // T [rows][hidden_size]

@@ -153,6 +153,21 @@ def test_prefix_hit_does_not_alter_a_bit(
     assert torch.equal(driver.step([(1, ids[-1:], len(ids) - 1)]), wanted[-1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_may_be_read_in_the_step_that_writes_it(
+    dtype: torch.dtype, load: Loader, tiny_model: Callable[[str], Any], make_driver: Callable[..., Any]
+) -> None:
+    """The tail of a prompt whose shared first block another sequence of the batch computes only now."""
+    model = tiny_model("llama_9_3")
+    decoder = load(model.folder, dtype)
+    ids = model.prompt[:21]
+    wanted = make_driver(decoder).step([(0, ids, 0)])
+    for _ in range(10):
+        driver = make_driver(decoder, max_sequences=2)
+        driver.tables[0, 0] = driver.tables[1, 0]
+        assert torch.equal(driver.step([(0, ids[16:], 16), (1, ids[:16], 0)])[:5], wanted[16:])
+
+
 def _batch(ids: Sequence[int], first: int, table: Sequence[int], block_size: int, rows: Sequence[int]) -> ForwardBatch:
     positions = np.arange(first, first + len(ids))
     blocks = np.array(table)[positions // block_size]
