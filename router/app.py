@@ -112,7 +112,13 @@ class RouterApp:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": version("twopool")})
+        return _json(
+            {
+                "version": version("twopool"),
+                "system_fingerprint": self._dispatcher.system_fingerprint,
+                "stack": self._dispatcher.stack,
+            }
+        )
 
 
 def _direct(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> ASGIApp:

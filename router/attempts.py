@@ -30,6 +30,7 @@ from twopool.protocol.messages import ChoiceState, ErrorInfo, Generate, PeerRef,
 from twopool.router.interface import RoutedRequest, TokenSink
 from twopool.router.pairing import Need, Pairing, Reservation
 from twopool.router.registry import Worker
+from twopool.router.timings import Grant
 
 
 class Phase(enum.Enum):
@@ -62,9 +63,10 @@ class Gap:
 class Flight:
     """A request and where it stands. ``order`` is its place among all requests, by arrival.
 
-    ``source`` is the worker whose deltas are being accepted, ``taken_over`` whether the decode worker has sent one
-    in this attempt (from then on the prefill worker no longer matters). ``failures`` counts attempts that ended in
-    one; ``avoid`` names the workers to blame. ``wait_until_s`` bounds the present wait for a worker.
+    ``queued_s`` is when it came to wait for its present or next attempt. ``source`` is the worker whose deltas are
+    being accepted, ``taken_over`` whether the decode worker has sent one in this attempt (from then on the prefill
+    worker no longer matters). ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame.
+    ``wait_until_s`` bounds the present wait for a worker.
     """
 
     request: RoutedRequest
@@ -73,6 +75,7 @@ class Flight:
     deadline_s: float
     choices: list[ChoiceProgress]
     num_open: int
+    queued_s: float = 0.0
     wait_until_s: float | None = None
     phase: Phase = Phase.QUEUED
     attempt: Attempt | None = None
@@ -165,9 +168,13 @@ class EarlySink:
 
     def __init__(self) -> None:
         self.error: TwopoolError | None = None
+        self.grants: list[Grant] = []
 
     def on_tokens(self, delta: TokenDelta) -> None:
         raise RuntimeError("a control socket must not deliver messages from within send")
+
+    def on_granted(self, grant: Grant) -> None:
+        self.grants.append(grant)
 
     def on_error(self, error: TwopoolError) -> None:
         self.error = error

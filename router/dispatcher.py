@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -30,6 +31,7 @@ from twopool.router.control import ControlPlane, ControlSocket
 from twopool.router.interface import RoutedRequest, TokenSink
 from twopool.router.pairing import Pairing, can_serve, choose
 from twopool.router.registry import Worker, WorkerRegistry
+from twopool.router.timings import Grant
 from twopool.router.token_intake import TokenIntake
 from twopool.router.waiting import Deadlines, WaitQueue
 from twopool.router.worker_metrics import AttemptOutcome, DispatchFigures, export
@@ -106,7 +108,8 @@ class RequestDispatcher:
         if len(self._queue) >= self._config.max_queue:
             raise OverloadedError(f"{len(self._queue)} requests are waiting already; try again later")
         self._num_submitted += 1
-        flight.wait_until_s = self._clock() + self._config.max_queue_wait_s
+        flight.queued_s = self._clock()
+        flight.wait_until_s = flight.queued_s + self._config.max_queue_wait_s
         self._flights[request.request_id] = flight
         self._empty.clear()
         self._deadlines.add(flight)
@@ -115,6 +118,8 @@ class RequestDispatcher:
         flight.sink = sink
         if early.error is not None:
             raise early.error
+        for grant in early.grants:
+            sink.on_granted(grant)
 
     def cancel(self, request_id: RequestId) -> None:
         flight = self._flights.get(request_id)
@@ -148,6 +153,14 @@ class RequestDispatcher:
     @property
     def vocab_size(self) -> int | None:
         return self.workers.vocab_size
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        return self.workers.fingerprint
+
+    @property
+    def stack(self) -> dict[str, Any]:
+        return self.workers.stack
 
     # --- life of the dispatcher ---
 
@@ -354,6 +367,7 @@ class RequestDispatcher:
         if flight.wait_until_s is None:
             longest = self._config.resume_timeout_s if flight.started else self._config.max_queue_wait_s
             flight.wait_until_s = now_s + longest
+        flight.queued_s = now_s
         self._queue.add(flight)
 
     def _pump(self) -> None:
@@ -397,3 +411,15 @@ class RequestDispatcher:
             self.control.send(decode, flight.generate(now_s))
         except ProtocolError as error:
             self.fail(flight, InvalidRequestError(f"the request is too large: {error.message}"))
+            return
+        if flight.phase is not Phase.GRANTED or flight.attempt is None:
+            return  # the worker did not take it
+        flight.sink.on_granted(
+            Grant(
+                attempt=flight.attempt,
+                decode=decode.worker_id,
+                prefill=prefill.worker_id if prefill is not None else None,
+                queued_s=max(now_s - flight.queued_s, 0.0),
+                at_s=self._clock(),
+            )
+        )

@@ -1,7 +1,9 @@
 """The two endpoints that generate: prepare, submit, answer, and never outlive the client."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +23,7 @@ from twopool.router.prepared_request import PreparedRequest, RequestLimits, prep
 from twopool.router.request_body import read_body
 from twopool.router.responses import WholeChoice, whole_answer
 from twopool.router.stream_answer import StreamAnswer, WriteBatcher
+from twopool.router.timings import Arrival, timing_headers
 
 _INLINE_BODY_BYTES = 16 * 1024
 """Larger bodies, and those with grammars, are prepared in a thread: milliseconds that streams would wait for."""
@@ -70,18 +73,25 @@ class GenerateApi:
             prepared.prompts,
             dispatcher=self._dispatcher,
             metrics=self._metrics,
-            arrived_s=context.arrived_s,
+            arrival=Arrival(context.arrived_s, context.received_s, time.monotonic()),
             on_over=self._open.discard,
         )
         self._open.add(generation)
         connection = connection_of(request.scope)
+        prepared = replace(
+            prepared,
+            head=replace(prepared.head, system_fingerprint=self._dispatcher.system_fingerprint),
+            include_timings=prepared.include_timings or context.wants_timings,
+        )
         if prepared.is_stream:
             return await self._stream(prepared, generation, connection)
         return await self._whole(prepared, generation, connection)
 
     async def _prepare(self, request: Request, prepare: Prepare) -> PreparedRequest:
+        context = context_of(request.scope)
         data = await read_body(request, self._config.max_body_bytes)
-        limits = self._limits(context_of(request.scope))
+        context.received_s = time.monotonic()
+        limits = self._limits(context)
         if len(data) <= _INLINE_BODY_BYTES and not may_take_long(data):
             return prepare(data, self._model, limits)
         return await asyncio.get_running_loop().run_in_executor(None, prepare, data, self._model, limits)
@@ -108,6 +118,7 @@ class GenerateApi:
             connection,
             self._batcher,
             include_usage=prepared.include_usage,
+            include_timings=prepared.include_timings,
             continuous_usage=prepared.continuous_usage,
             max_buffer_bytes=self._config.max_stream_buffer_bytes,
             last_bytes_timeout_s=self._config.drain_timeout_s,
@@ -125,8 +136,12 @@ class GenerateApi:
             text = choice.take_text()
             entries = choice.take_entries() if wants_entries else []
             choices.append(WholeChoice(index, text, choice, parts, entries))
-        body = whole_answer(prepared.head, choices, generation.usage, self._model.tokenizer.table)
-        return Response(body, media_type="application/json")
+        timings = generation.timings() if prepared.include_timings else None
+        table = self._model.tokenizer.table
+        body = whole_answer(prepared.head, choices, generation.usage, table, timings=timings)
+        response = Response(body, media_type="application/json")
+        response.raw_headers.extend(timing_headers(generation.timelines))
+        return response
 
 
 class _WholeAnswer:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import ChoiceIndex
@@ -18,6 +18,7 @@ from twopool.router.choice_stream import ChoiceStream
 from twopool.router.http_metrics import HttpMetrics, outcome_of
 from twopool.router.interface import Dispatcher, RoutedRequest
 from twopool.router.responses import Usage
+from twopool.router.timings import Arrival, Grant, Timeline
 
 _log = logging.getLogger("twopool.router")
 
@@ -56,13 +57,13 @@ class Generation:
         *,
         dispatcher: Dispatcher,
         metrics: HttpMetrics,
-        arrived_s: float,
+        arrival: Arrival,
         on_over: Callable[["Generation"], None],
     ) -> None:
         self.choices: list[ChoiceStream] = [choice for prompt in prompts for choice in prompt.choices]
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._arrived_s = arrived_s
+        self.arrival = arrival
         self._on_over = on_over
         self._prompts = prompts
         self._sinks: list[_PromptSink] = []
@@ -77,6 +78,23 @@ class Generation:
         """Counts so far."""
         generated = sum([choice.num_tokens for choice in self.choices])
         return Usage(self._num_prompt_tokens, generated, self.num_cached_tokens)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """One for each prompt that had something generated."""
+        return [sink.timeline for sink in self._sinks]
+
+    def timings(self) -> Any:
+        """What an answer says of its time: an object, or a list of them, prompt by prompt."""
+        figures = [sink.timeline.to_json({"prefill": sink.num_cached_tokens}) for sink in self._sinks]
+        return figures[0] if len(figures) == 1 else figures
+
+    def first_written(self) -> None:
+        """The first tokens there are have just been written to the client."""
+        now = time.monotonic()
+        for sink in self._sinks:
+            if sink.timeline.first_s is not None and sink.timeline.written_s is None:
+                sink.timeline.written_s = now
 
     def start(self, listener: GenerationListener) -> None:
         """Submit every prompt, or none: raises what the dispatcher raises."""
@@ -142,8 +160,8 @@ class Generation:
                     sink.num_prompt_tokens,
                     sink.num_cached_tokens,
                     sink.num_tokens,
-                    sink.ttft_s * 1e3,
-                    (time.monotonic() - self._arrived_s) * 1e3,
+                    (sink.timeline.ttft_s or 0.0) * 1e3,
+                    (time.monotonic() - self.arrival.began_s) * 1e3,
                     extra={"request_id": sink.request_id},
                 )
 
@@ -152,20 +170,17 @@ class _PromptSink:
     """Receives one prompt's tokens; ``first`` is the answer's index of its first choice."""
 
     __slots__ = (
-        "_arrived_s",
         "_choices",
-        "_compute_s",
         "_first",
         "_gaps_s",
         "_generation",
         "_itl",
         "_last_s",
         "_on_progress",
-        "_submitted_s",
         "num_cached_tokens",
         "num_prompt_tokens",
         "request_id",
-        "ttft_s",
+        "timeline",
     )
 
     def __init__(
@@ -180,17 +195,14 @@ class _PromptSink:
         self.request_id = request.request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
-        self.ttft_s = 0.0
+        self.timeline = Timeline(generation.arrival)
         self._generation = generation
         self._choices = choices
         self._first = first
-        self._arrived_s = request.arrived_s
-        self._submitted_s = time.monotonic()
         self._last_s: list[float | None] = [None] * len(choices)
         self._on_progress = listener.on_progress
         self._itl = generation._metrics.itl
         self._gaps_s: list[float] = []
-        self._compute_s = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -211,12 +223,19 @@ class _PromptSink:
             if len(self._gaps_s) == _MAX_GAPS:
                 self._observe_gaps()
         generation = self._generation
+        if delta.handover is not None:
+            self.timeline.handover = delta.handover
+            self.timeline.taken_over_s = now
         if choice.push(delta):
             generation._dispatcher.finish_choice(self.request_id, ChoiceIndex(index))
         if choice.finish_reason is None:
             self._on_progress(self._first + index)
         else:
+            self.timeline.last_s = now
             generation.progressed(self._first + index)
+
+    def on_granted(self, grant: Grant) -> None:
+        self.timeline.granted(grant)
 
     def on_error(self, error: TwopoolError) -> None:
         _log.warning("request failed: %s", error.message, extra={"request_id": self.request_id})
@@ -227,14 +246,17 @@ class _PromptSink:
         self._observe_gaps()
         num_tokens = self.num_tokens
         metrics.generation_tokens += num_tokens
-        if self.ttft_s:
+        ttft_s = self.timeline.ttft_s
+        if ttft_s is not None:
             metrics.prompt_tokens += self.num_prompt_tokens
             metrics.cached_tokens += self.num_cached_tokens
-            metrics.ttft.observe(self.ttft_s)
-            waited_s = self._arrived_s + self.ttft_s - self._submitted_s - self._compute_s
-            metrics.queue.observe(max(0.0, waited_s))
+            metrics.ttft.observe(ttft_s)
+            parts = self.timeline.seconds()
+            metrics.observe_phases(parts)
+            not_waiting_s = sum(parts.get(name, 0.0) for name in ("receive", "tokenize", "prefill"))
+            metrics.queue.observe(max(0.0, ttft_s - not_waiting_s))
         if completed:
-            metrics.end_to_end.observe(time.monotonic() - self._arrived_s)
+            metrics.end_to_end.observe(time.monotonic() - self.timeline.arrival.began_s)
             metrics.prompt_sizes.observe(self.num_prompt_tokens)
             metrics.generation_sizes.observe(num_tokens)
 
@@ -243,9 +265,9 @@ class _PromptSink:
         self._gaps_s.clear()
 
     def _first_of_choice(self, delta: TokenDelta, now: float) -> None:
-        if not self.ttft_s:
-            self.ttft_s = now - self._arrived_s
+        if self.timeline.first_s is None:
+            self.timeline.first_s = now
         if delta.prefill is not None:
             self.num_cached_tokens = delta.prefill.cached_tokens
-            self._compute_s = delta.prefill.compute_s
+            self.timeline.prefill = delta.prefill
             self._generation.num_cached_tokens += delta.prefill.cached_tokens

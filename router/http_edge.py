@@ -2,7 +2,6 @@
 
 import logging
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,11 +23,15 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
 
 @dataclass
 class RequestContext:
-    """What the edge knows of a request. ``http_id`` is the client's own X-Request-Id where it sent a sane one."""
+    """What the edge knows of a request. ``http_id`` is the client's own X-Request-Id where it sent a sane one; it is
+    echoed and logged, and never an id inside. ``arrived_s`` is when its first byte was read, ``received_s`` its last.
+    """
 
     http_id: bytes
     arrived_s: float
     tenant: bytes
+    wants_timings: bool = False
+    received_s: float = 0.0
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -47,7 +50,7 @@ class HttpEdge:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_s = time.monotonic()
+        connection = connection_of(scope)
         headers = dict(scope["headers"])
         client_id = headers.get(b"x-request-id", b"")
         http_id = client_id if _CLIENT_ID.fullmatch(client_id) else new_request_id().encode()
@@ -62,7 +65,9 @@ class HttpEdge:
 
         try:
             tenant = self._admit(scope, headers.get(b"authorization"))
-            scope["state"][_STATE_KEY] = RequestContext(http_id, arrived_s, tenant)
+            scope["state"][_STATE_KEY] = RequestContext(
+                http_id, connection.began_s, tenant, wants_timings=headers.get(b"x-timings", b"") in (b"1", b"true")
+            )
             app = self._hot.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
             await app(scope, receive, send_with_id)
         except Exception as error:
@@ -70,7 +75,7 @@ class HttpEdge:
                 # The last resort: a defect must cost one request, with a trace, not the process.
                 _log.exception("internal error", extra={"request_id": http_id.decode()})
             if is_started:
-                await connection_of(scope).close(timeout_s=0)
+                await connection.close(timeout_s=0)
                 return
             known = error if isinstance(error, TwopoolError) else TwopoolError("internal server error")
             await error_response(known)(scope, receive, send_with_id)

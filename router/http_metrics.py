@@ -12,12 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from twopool.protocol.errors import TwopoolError
+from twopool.router.timings import PHASES
 
 OUTCOMES = ("completed", "invalid", "overloaded", "unavailable", "timeout", "cancelled", "slow_reader", "failed")
 
 _TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _TOTAL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+_PHASE_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
@@ -51,12 +53,17 @@ class Histogram:
         return sum(self._counts)
 
     def family(self, name: str, documentation: str) -> Metric:
+        buckets, sum_value = self.buckets()
+        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=sum_value)
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative counts by upper bound as Prometheus wants them, and the sum."""
         total = 0
-        buckets = []
+        buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), total))
-        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum)
+        return buckets, self._sum
 
 
 class HttpMetrics(Collector):
@@ -76,11 +83,17 @@ class HttpMetrics(Collector):
         self.itl = Histogram(_ITL_BUCKETS_S)
         self.end_to_end = Histogram(_TOTAL_BUCKETS_S)
         self.queue = Histogram(_QUEUE_BUCKETS_S)
+        self.phases = {name: Histogram(_PHASE_BUCKETS_S) for name in PHASES}
         self.prompt_sizes = Histogram(_TOKEN_BUCKETS)
         self.generation_sizes = Histogram(_TOKEN_BUCKETS)
 
     def count_outcome(self, outcome: str) -> None:
         self.requests[outcome] += 1
+
+    def observe_phases(self, seconds: dict[str, float]) -> None:
+        """One prompt's time by phase (``timings.PHASES``)."""
+        for name, value in seconds.items():
+            self.phases[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily("twopool_requests", "Generation requests by how they ended.", labels=["outcome"])
@@ -102,6 +115,14 @@ class HttpMetrics(Collector):
             "twopool_queue_seconds",
             "Waiting for the first token that was not computation: in the router, on the wire and at the worker.",
         )
+        phases = HistogramMetricFamily(
+            "twopool_request_phase_seconds",
+            "Where a prompt's time went; receive to first_token_delivery sum to its TTFT.",
+            labels=["phase"],
+        )
+        for name, histogram in self.phases.items():
+            phases.add_metric([name], *histogram.buckets())
+        yield phases
         yield self.prompt_sizes.family("twopool_request_prompt_tokens", "Prompt tokens of a request.")
         yield self.generation_sizes.family("twopool_request_generation_tokens", "Tokens generated for a request.")
 

@@ -5,6 +5,7 @@ Each request's ASGI scope carries a ``ClientConnection`` (``connection_of``). On
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from starlette.types import Scope
@@ -35,11 +36,14 @@ class ClientConnection:
         "_protocol",
         "_transport",
         "_write",
+        "began_s",
         "buffered_bytes",
         "header_error",
     )
 
-    def __init__(self, protocol: "RouterHttpProtocol", cycle: RequestResponseCycle) -> None:
+    def __init__(self, protocol: "RouterHttpProtocol", cycle: RequestResponseCycle, began_s: float) -> None:
+        self.began_s = began_s
+        """When the request's first byte was read (``time.monotonic()``)."""
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
@@ -120,6 +124,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._open: list[ClientConnection] = []
+        self._began_s = 0.0
         self._header_bytes = 0
         self._in_headers = False
         self._read_timer: asyncio.TimerHandle | None = None
@@ -149,6 +154,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._began_s = time.monotonic()
         self._header_bytes = 0
         self._in_headers = True
         self._stop_read_timer()
@@ -167,7 +173,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
         self._in_headers = False
         super().on_headers_complete()
         # The cycle's task has been created but has not run yet, so it sees this.
-        connection = ClientConnection(self, self.cycle)
+        connection = ClientConnection(self, self.cycle, self._began_s)
         if self._header_bytes > self.config.max_header_bytes:
             connection.header_error = self._headers_too_large()
         self._open = [other for other in self._open if not other._cycle.response_complete]

@@ -6,12 +6,13 @@ over every token exactly once and in order. Everything here is called on the rou
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import ChoiceIndex, RequestId
 from twopool.protocol.messages import SamplingParams, TokenDelta
 from twopool.protocol.token_hash import TokenIds
+from twopool.router.timings import Grant
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class TokenSink(Protocol):
 
         ``delta.finish_reason`` ends the choice. ``delta.prefill`` and ``delta.handover`` ride at most once.
         """
+
+    def on_granted(self, grant: Grant) -> None:
+        """An attempt is on its way to its workers; once for each attempt, before its tokens."""
 
     def on_error(self, error: TwopoolError) -> None:
         """The request is over without an answer; nothing follows."""
@@ -71,3 +75,11 @@ class Dispatcher(Protocol):
     @property
     def vocab_size(self) -> int | None:
         """The workers' logits width; ``None`` while there are none."""
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """Names what the workers are made of (``stack.fingerprint``); ``None`` while there are none."""
+
+    @property
+    def stack(self) -> dict[str, Any]:
+        """What ``system_fingerprint`` is the hash of."""

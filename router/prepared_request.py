@@ -63,6 +63,7 @@ class PreparedRequest:
     is_stream: bool
     include_usage: bool
     continuous_usage: bool
+    include_timings: bool = False
 
 
 def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
@@ -158,6 +159,7 @@ def _prepared(
         prompts=planned,
         is_stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
+        include_timings=bool(body.timings),
         continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
     )
 

@@ -1,6 +1,7 @@
 """The workers this router knows: who they are, what they last said, and whether they fit together."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from twopool.protocol.ids import Epoch, RequestId, WorkerId
 from twopool.protocol.messages import (
@@ -13,6 +14,7 @@ from twopool.protocol.messages import (
     Role,
     WorkerStats,
 )
+from twopool.router import stack
 from twopool.router.pairing import Candidate
 
 
@@ -68,6 +70,9 @@ class WorkerRegistry:
         self._by_ref: dict[PeerRef, Worker] = {}
         self.max_model_len: int | None = None
         self.vocab_size: int | None = None
+        self.stack: dict[str, Any] = {}
+        """What all workers are made of (``stack.describe``); empty without workers."""
+        self.fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -148,3 +153,5 @@ class WorkerRegistry:
             self._candidates[role] = tuple(w.candidate for w in workers if w.role == role)
         self.max_model_len = min((w.info.max_model_len for w in workers), default=None)
         self.vocab_size = min((w.info.vocab_size for w in workers), default=None)
+        self.stack = stack.describe(w.info for w in workers) if workers else {}
+        self.fingerprint = stack.fingerprint(self.stack) if workers else None

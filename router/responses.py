@@ -23,6 +23,7 @@ class AnswerHead:
     model: str
     is_chat: bool
     num_top_logprobs: int | None = None
+    system_fingerprint: str | None = None
 
 
 @dataclass
@@ -53,8 +54,11 @@ class WholeChoice:
     entries: list[TokenEntry] = field(default_factory=list)
 
 
-def whole_answer(head: AnswerHead, choices: list[WholeChoice], usage: Usage, table: TokenTable) -> bytes:
+def whole_answer(
+    head: AnswerHead, choices: list[WholeChoice], usage: Usage, table: TokenTable, *, timings: Any = None
+) -> bytes:
     """The body of an answer that is not streamed."""
+    extra = {} if timings is None else {"timings": timings}
     return _encode(
         {
             "id": head.answer_id,
@@ -63,7 +67,8 @@ def whole_answer(head: AnswerHead, choices: list[WholeChoice], usage: Usage, tab
             "model": head.model,
             "choices": [_whole_choice(head, choice, table) for choice in choices],
             "usage": usage.to_json(),
-            "system_fingerprint": None,
+            "system_fingerprint": head.system_fingerprint,
+            **extra,
         }
     )
 
@@ -137,8 +142,10 @@ class EventWriter:
         self._head = head
         self._table = table
         kind = "chat.completion.chunk" if head.is_chat else "text_completion"
-        fixed = {"id": head.answer_id, "object": kind, "created": head.created, "model": head.model}
-        self._start = b"data: " + _encode({**fixed, "system_fingerprint": None})[:-1] + b',"choices":['
+        fixed: dict[str, Any] = {"id": head.answer_id, "object": kind, "created": head.created, "model": head.model}
+        self._start = (
+            b"data: " + _encode({**fixed, "system_fingerprint": head.system_fingerprint})[:-1] + b',"choices":['
+        )
         self._usage_null = b',"usage":null' if usage_field else b""
         self._text_end = b'},"logprobs":' if head.is_chat else b',"logprobs":'
         self._plain_end = self._text_end + b'null,"finish_reason":null}]' + self._end(None)
@@ -182,9 +189,10 @@ class EventWriter:
         ending = b'"finish_reason":%b,"stop_reason":%b}]' % (_encode(stream.answer_reason), _encode(stream.stop_reason))
         return self._start + b'{"index":%d,%b,"logprobs":null,%b' % (index, body, ending) + self._end(usage)
 
-    def usage(self, usage: Usage) -> bytes:
-        """The extra last event that ``include_usage`` asks for."""
-        return self._start + b"]" + self._end(usage)
+    def closing(self, usage: Usage | None, timings: Any = None) -> bytes:
+        """The extra last event for whoever asked for usage or timings."""
+        extra = b"]" if timings is None else b'],"timings":' + _encode(timings)
+        return self._start + extra + self._end(usage)
 
     def _text_start(self, index: int) -> bytes:
         opening = b'{"index":%d,"delta":{"content":' if self._head.is_chat else b'{"index":%d,"text":'

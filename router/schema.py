@@ -76,6 +76,7 @@ class GenerationBody(_Unsupported, kw_only=True):
     echo: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
+    timings: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None

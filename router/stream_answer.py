@@ -21,6 +21,7 @@ from twopool.router.generation import Generation
 from twopool.router.http_errors import error_body
 from twopool.router.http_protocol import ClientConnection
 from twopool.router.responses import DONE_EVENT, AnswerHead, EventWriter, Usage, error_event
+from twopool.router.timings import timing_headers
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -64,6 +65,7 @@ class StreamAnswer:
         "_error",
         "_generation",
         "_head",
+        "_include_timings",
         "_include_usage",
         "_is_completed",
         "_is_marked",
@@ -89,6 +91,7 @@ class StreamAnswer:
         batcher: WriteBatcher,
         *,
         include_usage: bool,
+        include_timings: bool,
         continuous_usage: bool,
         max_buffer_bytes: int,
         last_bytes_timeout_s: float,
@@ -100,6 +103,7 @@ class StreamAnswer:
         self._batcher = batcher
         self._writer = EventWriter(head, table, usage_field=include_usage)
         self._include_usage = include_usage
+        self._include_timings = include_timings
         self._continuous_usage = continuous_usage
         self._max_buffer_bytes = max_buffer_bytes
         self._last_bytes_timeout_s = last_bytes_timeout_s
@@ -147,9 +151,11 @@ class StreamAnswer:
         """Send the headers, own the stream until its end; the generation never outlives this call."""
         try:
             self._connection.watch(self._on_lost)
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            headers = [*_HEADERS, *timing_headers(self._generation.timelines)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._is_open = True
             self.flush()
+            self._generation.first_written()
             if await self._ended:
                 async with asyncio.timeout(self._last_bytes_timeout_s):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -205,8 +211,10 @@ class StreamAnswer:
         if self._error is not None:
             events.append(error_event(error_body(self._error)))
         elif self._is_completed:
-            if self._include_usage:
-                events.append(self._writer.usage(self._generation.usage))
+            if self._include_usage or self._include_timings:
+                usage = self._generation.usage if self._include_usage else None
+                timings = self._generation.timings() if self._include_timings else None
+                events.append(self._writer.closing(usage, timings))
             events.append(DONE_EVENT)
         if events:
             self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))

@@ -86,6 +86,8 @@ class FakeDispatcher:
         self.step_s = 0.0
         self.max_model_len: int | None = None
         self.vocab_size: int | None = None
+        self.system_fingerprint: str | None = "fp_fake"
+        self.stack: dict[str, object] = {"model": ["fake"]}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -37,6 +37,7 @@ from twopool.protocol.messages import (
 )
 from twopool.router.dispatcher import RequestDispatcher
 from twopool.router.interface import RoutedRequest
+from twopool.router.timings import Grant
 
 VOCAB_SIZE = 1000
 
@@ -104,6 +105,11 @@ class RecordingSink:
         self.finish_reasons: dict[int, FinishReason] = {}
         self.errors: list[TwopoolError] = []
         self.deltas: list[TokenDelta] = []
+        self.grants: list[Grant] = []
+
+    def on_granted(self, grant: Grant) -> None:
+        assert not self.errors, "a grant after the end"
+        self.grants.append(grant)
 
     def on_tokens(self, delta: TokenDelta) -> None:
         assert not self.errors, "tokens after the end"
