@@ -56,10 +56,17 @@ void WaitWord::advance() {
 ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus)
     : num_threads_(num_threads), cpus_(std::move(cpus)), runs_(static_cast<size_t>(num_threads)) {
   threads_.reserve(static_cast<size_t>(num_threads - 1));
-  for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { worker(thread); });
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { worker(thread); });
+  } catch (...) {  // a limit on threads: those that did start must end before the pool does
+    stop();
+    throw;
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   stopping_.store(true);
   region_round_.advance();
   for (std::thread& thread : threads_) thread.join();

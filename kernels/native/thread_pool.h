@@ -54,6 +54,7 @@ class ThreadPool {
     std::atomic<int64_t> num_taken{0};
   };
 
+  void stop();
   void worker(int thread);
   void barrier();
   void reset_runs();
