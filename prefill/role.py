@@ -7,7 +7,6 @@ Everything here runs on the event loop between steps. Who owns a prompt's blocks
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -27,8 +26,9 @@ from twopool.engine.source_links import SourceReply
 from twopool.engine.source_server import Reader, SourceRequest
 from twopool.engine.tickets import tickets_hold
 from twopool.engine.worker import WorkerHost
+from twopool.prefill.fault_gate import FaultGate
 from twopool.prefill.job import PrefillJob, PrefillState
-from twopool.protocol.errors import InvalidRequestError, OverloadedError, PeerLostError, TransferError, TwopoolError
+from twopool.protocol.errors import InvalidRequestError, OverloadedError, PeerLostError, TwopoolError
 from twopool.protocol.ids import BlockId, RouterId
 from twopool.protocol.messages import (
     AttemptFailed,
@@ -65,7 +65,7 @@ class PrefillRole:
         self._host = host
         self.jobs: JobTable[PrefillJob] = JobTable()
         self._draining = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = FaultGate(host.faults)
 
     @property
     def expects_readers(self) -> bool:
@@ -77,27 +77,30 @@ class PrefillRole:
     # --- from readers ---
 
     def on_source_request(self, reader: Reader, message: SourceRequest) -> None:
+        key = AttemptKey(message.request_id, message.attempt)
         match message:
             case Prefill():
-                key = AttemptKey(message.request_id, message.attempt)
-                self._unless_dropped(
-                    "accepting",
+                self._gate.do(
                     lambda: self._on_prefill(reader, message),
+                    line=reader,
+                    point="accepting",
                     refuse=lambda: self._refuse(reader, key, OverloadedError("refused on purpose")),
                 )
             case FetchPrefix():
-                self._host.prefixes.on_fetch(reader, message)
+                self._gate.do(lambda: self._host.prefixes.on_fetch(reader, message), line=reader)
             case Confirm():
-                if not self._host.prefixes.on_confirm(reader, message):
-                    self._unless_dropped(
-                        "confirmed",
-                        lambda: self._on_confirm(reader, message),
-                        refuse=lambda: self._answer(reader, message, valid=False),
-                    )
+                self._gate.do(
+                    lambda: self._on_confirm(reader, message),
+                    line=reader,
+                    point="confirmed",
+                    refuse=lambda: self._answer(reader, message, valid=False),
+                )
             case ReleasePrefill():
-                key = AttemptKey(message.request_id, message.attempt)
-                self._host.prefixes.on_release(reader, key)
-                self._release_of(reader, key)
+                self._gate.do(lambda: self._on_release(reader, key), line=reader)
+
+    def _on_release(self, reader: Reader, key: AttemptKey) -> None:
+        self._host.prefixes.on_release(reader, key)
+        self._release_of(reader, key)
 
     def on_reader_lost(self, reader: Reader) -> None:
         self._host.prefixes.on_reader_lost(reader)
@@ -168,6 +171,8 @@ class PrefillRole:
         reader.send(PrefillFailed(request_id=key.request_id, attempt=key.attempt, error=error_info(error)))
 
     def _on_confirm(self, reader: Reader, message: Confirm) -> None:
+        if self._host.prefixes.on_confirm(reader, message):
+            return
         self._answer(reader, message, valid=tickets_hold(message.tickets, self._host.pool))
 
     def _answer(self, reader: Reader, message: Confirm, *, valid: bool) -> None:
@@ -214,9 +219,10 @@ class PrefillRole:
         job.result = result
         job.pinned_until_s = time.monotonic() + self._host.config.pin_lease_s
         job.repeat_at_s = time.monotonic() + REPEAT_S
-        self._unless_dropped(
-            "pinned",
+        self._gate.do(
             lambda: self._hand_over(job, result),
+            line=job,
+            point="pinned",
             refuse=lambda: self._give_up(job, "refused", "prefill is refused on purpose"),
         )
 
@@ -262,23 +268,6 @@ class PrefillRole:
             job.outbox.put(KvReady(ticket))
         else:
             job.outbox.put_made(lambda: writer.ready(ticket, job.verify, job.reader.identity))
-
-    def _unless_dropped(self, point: str, act: Callable[[], None], *, refuse: Callable[[], None]) -> None:
-        """``act`` now; with a fault at ``point`` (tests only) later, not at all, or ``refuse``."""
-        if not self._host.faults.is_active:
-            act()
-            return
-
-        async def later() -> None:
-            try:
-                if await self._host.faults.reached(point):
-                    act()
-            except TransferError:
-                refuse()
-
-        task = asyncio.create_task(later())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # --- from routers: a prefill worker takes its work from decode workers alone ---
 
@@ -330,8 +319,7 @@ class PrefillRole:
                 self._hand_over(job, job.result)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._gate.close()
         for job in self.jobs.all():
             self._release(job.key, "closed")
 
