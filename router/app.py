@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import ModelNotFoundError, NotFoundError, TwopoolError, UnavailableError
+from twopool.router import openapi, text_api
 from twopool.router.auth import ApiKeys
 from twopool.router.generate_api import GenerateApi
 from twopool.router.http_edge import HttpEdge
@@ -22,6 +23,7 @@ from twopool.router.http_errors import MethodNotAllowedError, error_response
 from twopool.router.http_metrics import HttpMetrics
 from twopool.router.interface import Dispatcher
 from twopool.router.model_info import ModelInfo
+from twopool.router.request_body import read_body
 
 _PREFIXES = ("/v1", "")
 """Clients that forget the version find the same endpoints."""
@@ -44,6 +46,7 @@ class RouterApp:
         registry.register(self.metrics)
         self._config = config
         self._dispatcher = dispatcher
+        self._info = model
         self._registry = registry
         self._generate = GenerateApi(config, dispatcher, model, self.metrics)
         self._created = int(time.time())
@@ -70,7 +73,14 @@ class RouterApp:
                 Route(f"{prefix}/models", self._models),
                 Route(f"{prefix}/models/{{name:path}}", self._model),
             ]
+        for prefix in _PREFIXES:
+            routes += [
+                Route(f"{prefix}/tokenize", self._tokenize, methods=["POST"]),
+                Route(f"{prefix}/detokenize", self._detokenize, methods=["POST"]),
+            ]
         routes += [
+            Route("/openapi.json", self._openapi),
+            Route("/docs", self._docs),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics_page),
@@ -97,6 +107,20 @@ class RouterApp:
             "parent": None,
             "max_model_len": self._generate.max_model_len,
         }
+
+    async def _tokenize(self, request: Request) -> Response:
+        data = await read_body(request, self._config.max_body_bytes)
+        return _json(await text_api.tokenize(data, self._info, self._generate.max_model_len))
+
+    async def _detokenize(self, request: Request) -> Response:
+        data = await read_body(request, self._config.max_body_bytes)
+        return _json(await text_api.detokenize(data, self._info))
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(openapi.document())
+
+    async def _docs(self, request: Request) -> Response:
+        return Response(openapi.page(), media_type="text/html")
 
     async def _health(self, request: Request) -> Response:
         """The process answers; whether it can serve is ``/ready``."""

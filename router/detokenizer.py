@@ -64,6 +64,10 @@ class TokenTable:
         """Whether the tokenizer has this id (vocabulary padding it has not)."""
         return token_id < len(self._names) and self._names[token_id] is not None
 
+    def token_name(self, token_id: int) -> str | None:
+        """The tokenizer's own string of an id; ``None`` for vocabulary padding."""
+        return self._names[token_id] if token_id < len(self._names) else None
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 

@@ -17,7 +17,7 @@ _log = logging.getLogger("twopool.router")
 _STATE_KEY = "twopool.request"
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 """Answered without an API key: probes and scrapers have none."""
 
 
