@@ -22,7 +22,7 @@ from twopool.engine.requests import AttemptKey, EngineRequest
 from twopool.engine.source_links import SourceLink
 from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import FetchReport, FetchRequest, KvTransport
-from twopool.protocol.errors import PeerLostError, StaleKvError, TransferError
+from twopool.protocol.errors import CorruptKvError, PeerLostError, StaleKvError, TicketError, TransferError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Attempt, BlockId, ChoiceIndex, Epoch, RequestId, RouterId, WorkerId
 from twopool.protocol.messages import (
@@ -355,3 +355,97 @@ async def test_a_source_that_does_not_take_messages_is_lost() -> None:
 def test_block_ids_are_plain_ints() -> None:
     """The pool's ids go into messages and index arrays alike."""
     assert BlockPool(2, BLOCK, epoch=Epoch(1)).allocate(1) == [BlockId(0)]
+
+
+def layers(scene: Scene, start: int, end: int, first: int, last: int, **changes: Any) -> KvReady:
+    return KvReady(scene.ticket(start, end, layer_start=first, layer_end=last, **changes))
+
+
+async def test_the_last_chunk_comes_by_layer_groups() -> None:
+    """One set of blocks for all groups; a repeated ticket is read once."""
+    scene = Scene()
+    await scene.to_accepted()
+    await scene.say(KvReady(scene.ticket(0, 32)), layers(scene, 32, 40, 0, 2), layers(scene, 32, 40, 0, 2))
+    assert scene.handover._kv.num_covered == 32
+    await scene.say(layers(scene, 32, 40, 2, 3), first_tokens())
+    requests = scene.transport.requests
+    assert [(r.layer_start, r.layer_end) for r in requests] == [(0, 3), (0, 2), (2, 3)]
+    assert requests[1].local_block_ids.tolist() == requests[2].local_block_ids.tolist()
+    for handle in scene.transport.handles:
+        handle.land()
+    await scene.turn()
+    await scene.say(confirmed(True))
+    done = await scene.task
+    assert len(done.block_table) == 3 and done.report.num_posts == 3
+    scene.pool.release(done.block_table)
+    done.reservation.release()
+    scene.assert_all_free()
+
+
+async def test_blocks_of_a_group_stay_out_of_use_until_every_read_into_them_is_over() -> None:
+    """PD-02: two READs into the same blocks, the second of which settles late."""
+    scene = Scene()
+    await scene.to_accepted()
+    await scene.say(layers(scene, 0, 32, 0, 1), layers(scene, 0, 32, 1, 3))
+    scene.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scene.task
+    first, second = scene.transport.handles
+    first.settled.set_result(None)
+    await scene.turn()
+    assert scene.pool.counts().quarantined == 2
+    second.settled.set_result(None)
+    await scene.turn()
+    scene.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "wrong", [(32, 40, 1, 3), (32, 40, 0, 4), (32, 40, 2, 2), (0, 32, 0, 3), (32, 33, 1, 3)], ids=str
+)
+async def test_layer_ranges_that_do_not_continue_are_refused(wrong: tuple[int, int, int, int]) -> None:
+    scene = Scene()
+    await scene.to_accepted()
+    await scene.say(layers(scene, 0, 32, 0, 3))
+    if wrong == (32, 33, 1, 3):  # another end than the group before it
+        await scene.say(layers(scene, 32, 40, 0, 1))
+    await scene.say(layers(scene, *wrong))
+    if wrong == (0, 32, 0, 3):  # a repeat is no fault
+        assert not scene.task.done()
+        scene.task.cancel()
+        return
+    with pytest.raises(TicketError):
+        await scene.task
+
+
+async def test_a_prompt_with_layers_missing_is_refused() -> None:
+    """PD-01."""
+    scene = Scene()
+    await scene.to_accepted()
+    await scene.say(layers(scene, 0, 40, 0, 2), first_tokens())
+    scene.transport.handles[0].land()
+    with pytest.raises(TicketError, match="whole prompt"):
+        await scene.task
+    scene.assert_all_free()
+
+
+async def test_checksums_are_compared() -> None:
+    """PD-11: what the scripted source claims is not what the memory holds."""
+    scene = Scene(verify="all")
+    await scene.to_accepted()
+    sums = np.zeros(2 * GEOMETRY.num_kv_heads, dtype="<u8").tobytes()
+    await scene.say(layers(scene, 0, 32, 0, 3, checked=pack_ids([0, 1]), checksums=sums))
+    scene.transport.handles[0].land()
+    with pytest.raises(CorruptKvError, match="2 of 2"):
+        await scene.task
+    scene.assert_all_free()
+
+
+@pytest.mark.parametrize("checked", [[], [0], [0, 1, 2]])
+async def test_missing_checksums_are_no_checksums(checked: list[int]) -> None:
+    scene = Scene(verify="all")
+    await scene.to_accepted()
+    await scene.say(layers(scene, 0, 32, 0, 3, checked=pack_ids(checked), checksums=b""))
+    scene.transport.handles[0].land()
+    with pytest.raises(TicketError, match="did not come"):
+        await scene.task
+    scene.assert_all_free()
