@@ -5,12 +5,13 @@ import math
 import numpy as np
 
 from twopool.engine.block_pool import Reservation
+from twopool.engine.prompt_logprobs import PromptScores
 from twopool.engine.requests import EngineRequest
 from twopool.engine.scheduler import SchedulerConfig, blocks_for
 from twopool.engine.sequence import ChoiceOutput, RequestState, Sequence
 from twopool.protocol.errors import ContextLengthError, InvalidRequestError
 from twopool.protocol.ids import ChoiceIndex
-from twopool.protocol.messages import unpack_ids
+from twopool.protocol.messages import MAX_PROMPT_LOGPROBS_BYTES, prompt_logprobs_bytes, unpack_ids
 from twopool.protocol.token_hash import HashChain, TokenIds
 
 
@@ -38,11 +39,20 @@ def check_request(request: EngineRequest, config: SchedulerConfig, max_len: int)
                 f"A choice has {len(output)} of at most {request.sampling.max_tokens} tokens already.",
                 param="max_tokens",
             )
+    num_top = request.sampling.prompt_logprobs
+    if num_top is not None:
+        size = prompt_logprobs_bytes(len(request.prompt_ids), num_top)
+        if size > MAX_PROMPT_LOGPROBS_BYTES:
+            raise InvalidRequestError(
+                f"{size} bytes of prompt log-probabilities are too many.", param="prompt_logprobs"
+            )
     _check_finite(request)
 
 
 def make_state(request: EngineRequest, *, arrival: int, max_len: int, reservation: Reservation | None) -> RequestState:
     outputs = {}
+    num_top = request.sampling.prompt_logprobs
+    is_new = not any(state.output_ids for state in request.choices)
     for state in request.choices:
         output_ids = unpack_ids(state.output_ids).tolist()
         outputs[state.choice] = ChoiceOutput(state.choice, output_ids, len(output_ids))
@@ -56,6 +66,7 @@ def make_state(request: EngineRequest, *, arrival: int, max_len: int, reservatio
         outputs=outputs,
         reservation=reservation,
         max_len=max_len,
+        prompt_scores=PromptScores(len(request.prompt_ids), num_top) if num_top is not None and is_new else None,
     )
 
 

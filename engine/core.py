@@ -14,6 +14,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 
+import msgspec
+
 from twopool.engine.admission import blocks_to_reserve, check_request, make_sequences, make_state
 from twopool.engine.block_pool import BlockPool, Reservation
 from twopool.engine.grammar import GrammarEngine, MaskRow
@@ -32,6 +34,7 @@ from twopool.engine.requests import (
 from twopool.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig, blocks_for
 from twopool.engine.sequence import RequestState, Sequence, Status
 from twopool.engine.step import StepExecutor, StepPlan
+from twopool.kernels.token_scores import TokenScores
 from twopool.protocol.errors import InvalidRequestError, OverloadedError
 from twopool.protocol.ids import BlockId, ChoiceIndex
 from twopool.protocol.messages import ErrorInfo, TokenDelta
@@ -278,25 +281,27 @@ class Engine:
                 self._fail(chunk.sequence.request, failure)
         else:
             self._in_step = False
-            self._apply(schedule, DrawnTokens(result.draws))
+            self._apply(schedule, DrawnTokens(result.draws), result.scores)
         self._pool.release([source for source, _ in schedule.copies])
         doomed, self._doomed = self._doomed, []
         for sequence in doomed:
             self._scheduler.drop(sequence)
         self._num_steps += 1
 
-    def _apply(self, schedule: Schedule, drawn: DrawnTokens) -> None:
-        index = 0
+    def _apply(self, schedule: Schedule, drawn: DrawnTokens, scores: TokenScores | None) -> None:
+        index = num_scored = 0
         for chunk in schedule.chunks:
             first, index = index, index + len(chunk.draws)
             sequence = chunk.sequence
+            first_scored, num_scored = num_scored, num_scored + sequence.num_scored(chunk.num_rows)
             if sequence.request.abandoned or not sequence.open_choices:
                 continue  # cancelled while the step was under way
             grammar = sequence.request.grammar
             if grammar is not None and grammar.error is not None:
                 self._fail_grammar(sequence.request)
                 continue
-            if True in drawn.bad[first:index]:
+            scored = scores is None or _keep_scores(sequence, scores, first_scored, num_scored - first_scored)
+            if not scored or True in drawn.bad[first:index]:
                 message = "The model's output for this request is not a number."
                 self._fail(sequence.request, ErrorInfo(kind="bad_logits", message=message))
                 continue
@@ -319,6 +324,10 @@ class Engine:
             if not request.outputs[choice].cancelled
         ]
         self._generated_tokens += len(deltas)
+        if request.prompt_scores is not None:
+            request.prompt_logprobs, request.prompt_scores = request.prompt_scores.message(), None
+            if deltas:
+                deltas[0] = msgspec.structs.replace(deltas[0], prompt_logprobs=request.prompt_logprobs)
         if request.prefill_only:
             self._hand_over(sequence, deltas)
             return
@@ -447,7 +456,7 @@ class Engine:
     def _claim_blocks(self, state: RequestState) -> None:
         """Take the blocks the cache has for a request's first sequence and reserve the rest."""
         pool, sequence = self._pool, state.sequences[0]
-        held = pool.match(sequence.chain, sequence.token_ids, sequence.num_tokens - 1)
+        held = pool.match(sequence.chain, sequence.token_ids, sequence.cacheable_tokens)
         wanted = blocks_to_reserve(state.sequences, len(held), pool.block_size, pool.num_blocks)
         try:
             state.reservation = pool.reserve(wanted)
@@ -475,3 +484,9 @@ class Engine:
         if self._checked_at is None or now - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
             self._pool.check()
+
+
+def _keep_scores(sequence: Sequence, scores: TokenScores, first: int, num_rows: int) -> bool:
+    """Keep the rows of ``scores`` that are a sequence's; whether they are numbers."""
+    gathered = sequence.request.prompt_scores
+    return gathered is None or not num_rows or gathered.put(sequence.num_computed, scores, first, num_rows)

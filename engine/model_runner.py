@@ -12,6 +12,7 @@ from torch import Tensor
 from twopool.engine.step import StepPlan, StepResult
 from twopool.kernels.kv_cache import copy_blocks
 from twopool.kernels.sampling import ROW_DTYPE, SamplingBatch, sample
+from twopool.kernels.token_scores import score_tokens
 from twopool.models.batch import ForwardBatch
 
 WARM_UP_ROWS = (1, 128)
@@ -71,12 +72,22 @@ class ModelRunner:
             logits = self._layered.forward(self._batch(plan), self._kv_pool, on_layer=self._marked(plan.layer_marks))
         else:
             logits = self._model.forward(self._batch(plan), self._kv_pool)
+        scores = None
+        if len(plan.scored_rows):
+            num_drawn = len(plan.logit_sequences)
+            logits, scored = logits[:num_drawn], logits[num_drawn:]
+            scores = score_tokens(
+                scored,
+                self._to_device(plan.scored_ids.astype(np.int64)),
+                with_top=plan.scores_with_top,
+                num_valid_tokens=self._num_valid_tokens,
+            )
         if len(plan.draw_logits) != len(logits):  # several choices draw from the same logits
             logits = logits.index_select(0, self._to_device(plan.draw_logits))
         sampling = plan.sampling
         if plan.masks is not None:
             sampling = replace(sampling, allowed_rows=plan.masks.rows, allowed_bits=plan.masks.bits.result())
-        return StepResult(sample(logits, sampling, num_valid_tokens=self._num_valid_tokens))
+        return StepResult(sample(logits, sampling, num_valid_tokens=self._num_valid_tokens), scores)
 
     def warm_up(self) -> None:
         """Run a decode and a prefill, so that the first request is as fast as the hundredth.
@@ -112,7 +123,9 @@ class ModelRunner:
             cu_seqlens=self._to_device(cu_seqlens),
             context_lens=self._to_device(context_lens),
             block_tables=self._to_device(plan.block_tables),
-            logit_rows=self._to_device(ends[plan.logit_sequences].astype(np.int64) - 1),
+            logit_rows=self._to_device(
+                np.concatenate((ends[plan.logit_sequences] - 1, plan.scored_rows), dtype=np.int64)
+            ),
             query_lens_host=query_lens,
             context_lens_host=context_lens,
         )

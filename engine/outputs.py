@@ -61,6 +61,8 @@ def adopt_delta(state: RequestState, delta: TokenDelta) -> None:
     output = state.outputs.get(delta.choice)
     if output is None or output.ended or delta.index != len(output.output_ids):
         raise ValueError(f"a token of choice {delta.choice} at index {delta.index} does not continue {state.key}")
+    if delta.prompt_logprobs is not None:
+        state.prompt_logprobs = delta.prompt_logprobs
     output.output_ids.extend(delta.token_ids)
     output.logprobs.extend(delta.logprobs or ())
     output.finish_reason = delta.finish_reason
@@ -90,6 +92,7 @@ def resend(state: RequestState, choice: ChoiceIndex, from_index: int) -> TokenDe
         output.finish_reason,
         output.stop_token_id,
         _logprobs_from(output, start) if asked else None,
+        prompt_logprobs=state.prompt_logprobs if start == 0 and choice == next(iter(state.outputs)) else None,
     )
 
 

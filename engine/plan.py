@@ -21,6 +21,7 @@ def build_plan(schedule: Schedule, block_size: int) -> StepPlan:
     context_lens = [chunk.sequence.num_computed + chunk.num_rows for chunk in chunks]
     draws = [(chunk.sequence, choice) for chunk in chunks for choice in chunk.draws]
     num_draws = [len(chunk.draws) for chunk in chunks if chunk.draws]
+    scored_rows, scored_ids = _scored(chunks)
     return StepPlan(
         token_ids=np.concatenate(new_ids),
         query_lens=np.array(query_lens, dtype=np.int32),
@@ -30,12 +31,30 @@ def build_plan(schedule: Schedule, block_size: int) -> StepPlan:
         logit_sequences=np.array([index for index, chunk in enumerate(chunks) if chunk.draws], dtype=np.int32),
         draw_logits=np.repeat(np.arange(len(num_draws), dtype=np.int32), num_draws),
         sampling=_sampling_batch(draws),
+        scored_rows=scored_rows,
+        scored_ids=scored_ids,
+        scores_with_top=any(chunk.sequence.request.sampling.prompt_logprobs for chunk in chunks),
     )
 
 
 def _new_ids(chunk: Chunk) -> Ints:
     start = chunk.sequence.num_computed
     return chunk.sequence.token_ids[start : start + chunk.num_rows]
+
+
+def _scored(chunks: list[Chunk]) -> tuple[Ints, Ints]:
+    """Rows that tell how likely the next token of a prompt is, and that token, both [N] int32."""
+    rows: list[Ints] = []
+    ids: list[Ints] = []
+    first_row = 0
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if num_scored := sequence.num_scored(chunk.num_rows):
+            start = sequence.num_computed + 1
+            rows.append(np.arange(first_row, first_row + num_scored, dtype=np.int32))
+            ids.append(sequence.token_ids[start : start + num_scored])
+        first_row += chunk.num_rows
+    return (np.concatenate(rows), np.concatenate(ids)) if rows else (_ints([]), _ints([]))
 
 
 def _block_tables(chunks: list[Chunk], context_lens: list[int], block_size: int) -> Ints:

@@ -12,6 +12,9 @@ from twopool.engine.block_pool import BlockPool
 from twopool.engine.sequence import RequestState, Sequence, Status
 from twopool.protocol.ids import BlockId, ChoiceIndex
 
+MAX_SCORED_ROWS = 256
+"""Prompt rows of one step whose logits are wanted: each is as wide as the vocabulary."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -44,6 +47,8 @@ class Schedule:
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     """(source, destination), done before the step writes; a reference on each source is held until the step is over"""
     num_tokens: int = 0
+    num_scored: int = 0
+    """rows whose logits tell how likely a prompt token is"""
 
 
 class Scheduler:
@@ -87,7 +92,7 @@ class Scheduler:
         for sequence in self._prefills(schedule):
             if self._full(schedule):
                 break
-            if not sequence.request.ready:
+            if not sequence.request.ready or (sequence.num_scored(1) and schedule.num_scored >= MAX_SCORED_ROWS):
                 continue
             if sequence.status is Status.WAITING:
                 # A request of more choices than fit a step runs when there is no other.
@@ -107,6 +112,7 @@ class Scheduler:
         draws = sequence.open_choices if num_rows == sequence.num_uncomputed else ()
         schedule.chunks.append(Chunk(sequence, num_rows, draws))
         schedule.num_tokens += num_rows
+        schedule.num_scored += sequence.num_scored(num_rows)
 
     def _prefills(self, schedule: Schedule) -> list[Sequence]:
         """Running and waiting sequences with more than a decode's work, in order of arrival."""
@@ -118,13 +124,15 @@ class Scheduler:
         """As many rows as the budget allows, ending on a block boundary where the sequence does not end before."""
         left = sequence.num_uncomputed
         rows = min(left, self._config.max_num_batched_tokens - schedule.num_tokens)
+        if sequence.num_scored(rows):
+            rows = min(rows, max(MAX_SCORED_ROWS - schedule.num_scored, 1))
         overhang = (sequence.num_computed + rows) % self._pool.block_size
         return rows if rows == left or rows <= overhang else rows - overhang
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence the blocks of all of its tokens, cached ones first, or leave it waiting."""
         pool, request = self._pool, sequence.request
-        tokens, limit = sequence.token_ids, sequence.num_tokens - 1
+        tokens, limit = sequence.token_ids, sequence.cacheable_tokens
         num_blocks = blocks_for(sequence.num_tokens, pool.block_size)
         # Held blocks are found again (no block of a live chain is displaced), so they cost nothing.
         missing = pool.num_missing(sequence.chain, tokens, limit, num_blocks)

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from twopool.engine.block_pool import Reservation
 from twopool.engine.grammar import RequestGrammar
+from twopool.engine.prompt_logprobs import PromptScores
 from twopool.engine.requests import AttemptKey
 from twopool.kernels.sampling import ROW_DTYPE
 from twopool.protocol.ids import BlockId, ChoiceIndex
-from twopool.protocol.messages import FinishReason, SamplingParams, TokenLogprobs
+from twopool.protocol.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from twopool.protocol.token_hash import HashChain, TokenIds
 
 Ints = npt.NDArray[np.int32]
@@ -95,6 +96,10 @@ class RequestState:
     abandoned: bool = False
     """cancelled or failed: whatever a step still brings for it is dropped"""
     grammar: RequestGrammar | None = None
+    prompt_scores: PromptScores | None = None
+    """gathered until the first tokens are drawn"""
+    prompt_logprobs: PromptLogprobs | None = None
+    """kept for resending"""
     ready: bool = True
     """False while the grammar is being compiled: nothing of the request is scheduled"""
 
@@ -177,6 +182,16 @@ class Sequence:
     def table(self) -> Ints:
         """[len(blocks)] int32, the same as ``blocks``"""
         return self._table.view
+
+    @property
+    def cacheable_tokens(self) -> int:
+        """How many tokens' KV may be taken from the cache: the last one's logits are wanted, or all of the prompt's."""
+        return 0 if self.request.prompt_scores is not None else self.num_tokens - 1
+
+    def num_scored(self, num_rows: int) -> int:
+        """How many of the next ``num_rows`` rows tell how likely a prompt token is."""
+        scores = self.request.prompt_scores
+        return 0 if scores is None else scores.rows_of(self.num_computed, num_rows)
 
     def append_token(self, token_id: int) -> None:
         self._token_ids.append(token_id)

@@ -5,7 +5,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from twopool.engine.grammar import StepMasks
 from twopool.kernels.sampling import Draws, SamplingBatch
+from twopool.kernels.token_scores import TokenScores
 
 Ints = npt.NDArray[np.int32]
 
@@ -43,6 +44,12 @@ class StepPlan:
     """[R] int32, which of the L rows of logits each draw is from"""
     layer_marks: tuple[int, ...] = ()
     """ascending: numbers of layers whose completion is worth a word while the step goes on; others are not reported"""
+    scored_rows: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    """[N] int32, rows of the T whose logits tell how likely a prompt's next token is"""
+    scored_ids: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    """[N] int32, those tokens"""
+    scores_with_top: bool = False
+    """whether the likeliest tokens are wanted beside them"""
     masks: StepMasks | None = None
     """what the grammars of some draws allow"""
 
@@ -52,6 +59,8 @@ class StepResult:
     """What a step drew: R tokens, in the order of the plan's draws."""
 
     draws: Draws
+    scores: TokenScores | None = None
+    """of the plan's scored rows"""
 
 
 _Future: TypeAlias = "asyncio.Future[StepResult]"

@@ -321,7 +321,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.sort(host, axis=-1)[:, ::-1].copy())
 
 
-def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest of each row, largest first, ties by index: ([N, count], [N, count] int64)."""
     tokens = values.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
     ordered = values.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
@@ -341,7 +341,7 @@ def _report(
     if not rows["num_top_logprobs"].any():
         return chosen, None, None
     # Always as many as anyone may ask for, so that how many a neighbour wants cannot matter.
-    top_values, top_tokens = _likeliest(log_probs, min(MAX_TOP_LOGPROBS, log_probs.shape[1]))
+    top_values, top_tokens = likeliest(log_probs, min(MAX_TOP_LOGPROBS, log_probs.shape[1]))
     top_ids = np.zeros((len(rows), top_values.shape[1]), dtype=np.int64)
     top_logprobs = np.zeros(top_ids.shape, dtype=np.float32)
     top_ids[asking] = top_tokens.cpu().numpy()

@@ -7,7 +7,7 @@ one of: finish reasons for all of its choices, ``Busy``, or ``AttemptFailed``.
 Protocol history
   1  first version
   2  tickets by layer groups and with checksums; prefixes are fetched between any two workers
-  3  grammars
+  3  grammars; log-probabilities of prompts
 """
 
 from typing import Annotated, Literal
@@ -27,6 +27,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_PROMPT_LOGPROBS_BYTES = 24 * 1024 * 1024
 MAX_PEERS = 4096
 MAX_RANKS = 1024
 
@@ -74,7 +75,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     The router fills in everything a client left out, the seed and the model's EOS ids among it. ``logprobs`` is the
     number of alternatives reported for each token; ``None`` reports nothing, 0 the chosen token alone.
     ``grammar``, in llguidance's notation, is what a choice's whole output must be; a choice ends when nothing can
-    follow. Where the grammar stands is replayed from the output ids.
+    follow. Where the grammar stands is replayed from the output ids. ``prompt_logprobs`` is ``logprobs`` for the
+    prompt's tokens: they come with the first token, and only where no output was accepted before.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
@@ -93,6 +95,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     stop_token_ids: Annotated[tuple[_Index, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def all_stop_ids(self) -> tuple[int, ...]:
@@ -108,6 +111,25 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+class PromptLogprobs(Struct, frozen=True, kw_only=True):
+    """Log-probabilities of all prompt tokens but the first, by position.
+
+    Little-endian bytes: ``logprobs`` float32 [n - 1], ``ranks`` int32 [n - 1] from 1, ``top_ids`` int32 and
+    ``top_logprobs`` float32 [n - 1, ``num_top``], best first.
+    """
+
+    num_top: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    logprobs: Annotated[bytes, Meta(max_length=MAX_PROMPT_LOGPROBS_BYTES)]
+    ranks: Annotated[bytes, Meta(max_length=MAX_PROMPT_LOGPROBS_BYTES)]
+    top_ids: Annotated[bytes, Meta(max_length=MAX_PROMPT_LOGPROBS_BYTES)]
+    top_logprobs: Annotated[bytes, Meta(max_length=MAX_PROMPT_LOGPROBS_BYTES)]
+
+
+def prompt_logprobs_bytes(num_prompt_tokens: int, num_top: int) -> int:
+    """How large a ``PromptLogprobs`` is; at most ``MAX_PROMPT_LOGPROBS_BYTES`` may be asked for."""
+    return num_prompt_tokens * (8 + 8 * num_top)
 
 
 class PrefillReport(Struct, frozen=True, kw_only=True):
@@ -137,7 +159,8 @@ class HandoverReport(Struct, frozen=True, kw_only=True):
 class TokenDelta(Struct, frozen=True, array_like=True):
     """Consecutive tokens of one choice, the first of which has output index ``index``.
 
-    An empty ``token_ids`` with a ``finish_reason`` ends a choice without a further token.
+    An empty ``token_ids`` with a ``finish_reason`` ends a choice without a further token. ``prompt_logprobs`` rides
+    with the first token of an attempt's first choice.
     """
 
     request_id: RequestId
@@ -150,6 +173,7 @@ class TokenDelta(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prefill: PrefillReport | None = None
     handover: HandoverReport | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ErrorInfo(Struct, frozen=True, kw_only=True):

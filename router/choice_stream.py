@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from twopool.protocol.messages import FinishReason, TokenDelta, TokenLogprobs
 from twopool.router.detokenizer import TokenTable
 from twopool.router.message_parser import AnswerReason, MessageOptions, MessageParser
+from twopool.router.prompt_scores import PromptScores
 from twopool.router.stop_strings import StopMatch, StopMatcher
 from twopool.router.tool_parsers import MessageDelta
 
@@ -33,7 +34,9 @@ class TextOptions:
 
 @dataclass
 class TokenEntry:
-    """One token's logprobs. ``piece`` are the bytes it contributed to the text shown, ``offset`` is in characters.
+    """One token's logprobs; of a prompt's first token there are none.
+
+    ``piece`` are the bytes it contributed to the text shown, ``offset`` is in characters.
 
     ``ready_at`` is how many characters must have been shown before the entry may be: ``None`` while its bytes wait for
     the rest of a character.
@@ -42,7 +45,7 @@ class TokenEntry:
     token_id: int
     piece: bytes
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     ready_at: int | None = None
 
 
@@ -57,10 +60,18 @@ class ChoiceStream:
         prefix: str = "",
         prompt_ids: list[int] | None = None,
         message: MessageOptions | None = None,
+        prompt_top: int | None = None,
+        is_empty: bool = False,
     ) -> None:
         """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. With ``prompt_ids``
-        the answer carries token ids. With ``message`` the text is a chat message of several parts.
+        the answer carries token ids. With ``message`` the text is a chat message of several parts. With
+        ``prompt_top`` the answer tells the log-probabilities of the prompt and of that many alternatives. A choice
+        that ``is_empty`` shows its prompt and nothing else.
         """
+        self.prompt_top = prompt_top
+        self.prompt_scores: PromptScores | None = None
+        self._is_empty = is_empty
+        self._num_prefix = len(prefix)
         self._table = table
         self._message = None if message is None else MessageParser(message)
         self._message_is_over = False
@@ -70,7 +81,7 @@ class ChoiceStream:
         self._push_id = self._detokenizer.push
         self._options = options
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop) if options.stops else None
-        self._plain = self._matcher is None and not options.logprobs and not options.markers
+        self._plain = self._matcher is None and not options.logprobs and not options.markers and not is_empty
         self._ready: list[str] = [prefix] if prefix else []
         self._entries: list[TokenEntry] = []
         self._num_decoded = len(prefix)  # characters decoded, shown or not
@@ -91,6 +102,9 @@ class ChoiceStream:
             if self.prompt_ids is not None:
                 self._new_ids.extend(ids)
             return False
+        if self._is_empty:
+            self.finish_empty()
+            return delta.finish_reason is None
         hides_stop = delta.finish_reason == "stop" and not self._options.include_stop
         last = len(ids) - 1
         for position, token_id in enumerate(ids):
@@ -101,6 +115,21 @@ class ChoiceStream:
         if delta.finish_reason is not None:
             self._finish(delta)
         return False
+
+    def take_prompt(self, scores: PromptScores) -> None:
+        """The prompt's log-probabilities, before the first token."""
+        self.prompt_scores = scores
+        if not (self._options.logprobs and self._num_prefix):
+            return
+        detokenizer = self._table.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
+        offset = 0
+        entries = []
+        for token_id, logprobs in zip(scores.token_ids, scores.logprobs, strict=True):
+            text = detokenizer.push(token_id)
+            start = min(offset, self._num_prefix)
+            entries.append(TokenEntry(token_id, detokenizer.piece, start, logprobs, ready_at=self._num_prefix))
+            offset += len(text)
+        self._entries[:0] = entries
 
     def finish_empty(self) -> None:
         """End a choice that was to generate nothing."""

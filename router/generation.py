@@ -17,6 +17,7 @@ from twopool.protocol.messages import TokenDelta
 from twopool.router.choice_stream import ChoiceStream
 from twopool.router.http_metrics import HttpMetrics, outcome_of
 from twopool.router.interface import Dispatcher, RoutedRequest
+from twopool.router.prompt_scores import PromptScores
 from twopool.router.responses import Usage
 from twopool.router.timings import Arrival, Grant, Timeline
 
@@ -177,6 +178,7 @@ class _PromptSink:
         "_itl",
         "_last_s",
         "_on_progress",
+        "_prompt_ids",
         "num_cached_tokens",
         "num_prompt_tokens",
         "request_id",
@@ -199,6 +201,7 @@ class _PromptSink:
         self._generation = generation
         self._choices = choices
         self._first = first
+        self._prompt_ids = request.prompt_ids
         self._last_s: list[float | None] = [None] * len(choices)
         self._on_progress = listener.on_progress
         self._itl = generation._metrics.itl
@@ -267,6 +270,10 @@ class _PromptSink:
     def _first_of_choice(self, delta: TokenDelta, now: float) -> None:
         if self.timeline.first_s is None:
             self.timeline.first_s = now
+        if delta.prompt_logprobs is not None:
+            scores = PromptScores.of(self._prompt_ids.tolist(), delta.prompt_logprobs)
+            for choice in self._choices:
+                choice.take_prompt(scores)
         if delta.prefill is not None:
             self.num_cached_tokens = delta.prefill.cached_tokens
             self.timeline.prefill = delta.prefill

@@ -7,9 +7,11 @@ import hashlib
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from twopool.protocol.errors import InvalidRequestError, ModelNotFoundError
 from twopool.protocol.ids import RequestId, new_request_id
-from twopool.protocol.messages import SamplingParams
+from twopool.protocol.messages import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, prompt_logprobs_bytes
 from twopool.router.choice_stream import ChoiceStream, TextOptions
 from twopool.router.generation import PlannedPrompt
 from twopool.router.grammar import Surroundings, output_grammar
@@ -84,8 +86,6 @@ def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> 
     body = decode_completion(data)
     name = _served_name(body, limits)
     _check_stream(body)
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo: not supported together with logprobs by this server yet", param="echo")
     prompts = completion_prompts(body, model, limits.vocab_size)
     if len(prompts) * num_choices(body) > MAX_CHOICES_IN_ALL:
         raise InvalidRequestError(f"n: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param="n")
@@ -190,12 +190,28 @@ def _planned(
             if prompt.text is not None
             else table.decode(prompt.ids.tolist(), skip_special_tokens=options.skip_special_tokens)
         )
+    scored = sampling.prompt_logprobs
+    if scored is not None and prompt_logprobs_bytes(len(prompt.ids), scored) > MAX_PROMPT_LOGPROBS_BYTES:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"{name}: {scored} for each of {len(prompt.ids)} prompt tokens is too much", param=name
+        )
     shown_ids = prompt.ids.tolist() if body.return_token_ids else None
     choices = [
-        ChoiceStream(table, options, prefix=prefix, prompt_ids=shown_ids, message=output.message)
+        ChoiceStream(
+            table,
+            options,
+            prefix=prefix,
+            prompt_ids=shown_ids,
+            message=output.message,
+            prompt_top=body.prompt_logprobs,
+            is_empty=max_tokens == 0,
+        )
         for _ in range(sampling.n)
     ]
-    if max_tokens == 0:
+    if max_tokens == 0 and scored is not None:  # a prefill draws a token whether it is wanted or not
+        sampling = msgspec.structs.replace(sampling, max_tokens=1)
+    elif max_tokens == 0:
         for choice in choices:
             choice.finish_empty()
         return PlannedPrompt(None, len(prompt.ids), choices)

@@ -8,6 +8,7 @@ import msgspec
 from twopool.router.choice_stream import ChoiceStream, TokenEntry
 from twopool.router.detokenizer import TokenTable
 from twopool.router.message_parser import delta_json, message_json
+from twopool.router.prompt_scores import prompt_logprobs_json
 from twopool.router.tool_parsers import MessageDelta
 
 _encode = msgspec.json.encode
@@ -58,19 +59,25 @@ def whole_answer(
     head: AnswerHead, choices: list[WholeChoice], usage: Usage, table: TokenTable, *, timings: Any = None
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    extra = {} if timings is None else {"timings": timings}
-    return _encode(
-        {
-            "id": head.answer_id,
-            "object": "chat.completion" if head.is_chat else "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [_whole_choice(head, choice, table) for choice in choices],
-            "usage": usage.to_json(),
-            "system_fingerprint": head.system_fingerprint,
-            **extra,
-        }
-    )
+    body: dict[str, Any] = {
+        "id": head.answer_id,
+        "object": "chat.completion" if head.is_chat else "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [_whole_choice(head, choice, table) for choice in choices],
+        "usage": usage.to_json(),
+        "system_fingerprint": head.system_fingerprint,
+    }
+    if head.is_chat and choices[0].stream.prompt_top is not None:
+        body["prompt_logprobs"] = _prompt_logprobs(choices[0], table)
+    if timings is not None:
+        body["timings"] = timings
+    return _encode(body)
+
+
+def _prompt_logprobs(choice: WholeChoice, table: TokenTable) -> list[dict[str, Any] | None] | None:
+    scores, num_top = choice.stream.prompt_scores, choice.stream.prompt_top
+    return None if scores is None or num_top is None else prompt_logprobs_json(scores, num_top, table)
 
 
 def _whole_choice(head: AnswerHead, choice: WholeChoice, table: TokenTable) -> dict[str, Any]:
@@ -81,6 +88,8 @@ def _whole_choice(head: AnswerHead, choice: WholeChoice, table: TokenTable) -> d
     }
     if choice.stream.prompt_ids is not None:
         ending |= {"prompt_token_ids": choice.stream.prompt_ids, "token_ids": choice.stream.take_ids()}
+    if not head.is_chat and choice.stream.prompt_scores is not None and choice.stream.prompt_top is not None:
+        ending["prompt_logprobs"] = _prompt_logprobs(choice, table)
     if head.is_chat:
         message = message_json([MessageDelta(content=choice.text)] if choice.parts is None else choice.parts)
         return {"index": choice.index, "message": message, "logprobs": logprobs, **ending}
@@ -95,13 +104,14 @@ def logprobs_json(head: AnswerHead, entries: list[TokenEntry], table: TokenTable
         return {"content": [_chat_entry(entry, head.num_top_logprobs, table) for entry in entries], "refusal": None}
     return {
         "tokens": [table.token_text(entry.token_id) for entry in entries],
-        "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
-        "top_logprobs": [_completion_tops(entry, head.num_top_logprobs, table) for entry in entries],
+        "token_logprobs": [entry.logprobs and _finite(entry.logprobs.logprob) for entry in entries],
+        "top_logprobs": [entry.logprobs and _completion_tops(entry, head.num_top_logprobs, table) for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
 
 
 def _chat_entry(entry: TokenEntry, num_top: int, table: TokenTable) -> dict[str, Any]:
+    assert entry.logprobs is not None  # only completions echo their prompts
     return {
         "token": table.token_text(entry.token_id),
         "logprob": _finite(entry.logprobs.logprob),
@@ -119,6 +129,7 @@ def _chat_entry(entry: TokenEntry, num_top: int, table: TokenTable) -> dict[str,
 
 def _completion_tops(entry: TokenEntry, num_top: int, table: TokenTable) -> dict[str, float]:
     """The best ``num_top`` and the chosen token."""
+    assert entry.logprobs is not None
     tops = {table.token_text(token_id): _finite(logprob) for token_id, logprob in _tops(entry, num_top, table)}
     tops.setdefault(table.token_text(entry.token_id), _finite(entry.logprobs.logprob))
     return tops
@@ -126,6 +137,7 @@ def _completion_tops(entry: TokenEntry, num_top: int, table: TokenTable) -> dict
 
 def _tops(entry: TokenEntry, num_top: int, table: TokenTable) -> list[tuple[int, float]]:
     """Alternatives the tokenizer knows: ids of vocabulary padding have no text to report."""
+    assert entry.logprobs is not None
     pairs = zip(entry.logprobs.top_ids, entry.logprobs.top_logprobs, strict=False)
     return [(token_id, logprob) for token_id, logprob in pairs if table.is_known(token_id)][:num_top]
 

@@ -51,6 +51,7 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(body.stop_token_ids, vocab_size),
         logprobs=num_logprobs(body),
         grammar=grammar,
+        prompt_logprobs=num_prompt_logprobs(body),
     )
 
 
@@ -74,6 +75,19 @@ def num_logprobs(body: GenerationBody) -> int | None:
     if isinstance(body, CompletionBody) and body.logprobs is not None:
         return int_in_range("logprobs", body.logprobs, 0, MAX_LOGPROBS, default=0)
     return None
+
+
+def num_prompt_logprobs(body: GenerationBody) -> int | None:
+    """Alternatives to learn for each prompt token: asked for as such, or because the prompt is echoed with its own."""
+    asked = (
+        []
+        if body.prompt_logprobs is None
+        else [int_in_range("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS, default=0)]
+    )
+    if asked and body.stream:
+        raise InvalidRequestError("prompt_logprobs: not available in streams", param="prompt_logprobs")
+    echoed = num_logprobs(body) if body.echo else None
+    return max([*asked, *([] if echoed is None else [echoed])], default=None)
 
 
 def stop_strings(body: GenerationBody) -> tuple[str, ...]:

@@ -110,7 +110,6 @@ def assert_refused(model: ModelInfo, fields: dict[str, Any], param: str) -> None
         ("guided_grammar", "x"),
         ("structured_outputs", {"regex": 5}),
         ("structured_outputs", {"structural_tag": "x"}),
-        ("prompt_logprobs", 1),
         ("use_beam_search", True),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
@@ -284,7 +283,8 @@ def test_completion_logprobs(tiny_model: ModelInfo, logprobs: int) -> None:
         ("a", {"logprobs": 21}, "logprobs"),
         ("a", {"logprobs": -1}, "logprobs"),
         ("a", {"logprobs": True}, "logprobs"),
-        ("a", {"echo": True, "logprobs": 1}, "echo"),
+        ("a", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("a", {"prompt_logprobs": 21}, "prompt_logprobs"),
         ("a", {"min_tokens": 17}, "min_tokens"),
     ],
 )
