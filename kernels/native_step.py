@@ -18,7 +18,7 @@ LIBRARY_NAME: Final = "_native.so"
 MatrixKind = Literal["qkv", "output", "gate_up", "down", "head"]
 VectorKind = Literal["input_norm", "post_attention_norm", "query_norm", "key_norm", "final_norm"]
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _MAX_HEAD_DIM = 256
 _MIN_BLOCK_SIZE = 16
 # In the order of the enums of native/ops.h and native/model.h.
@@ -68,6 +68,7 @@ class _Batch(ctypes.Structure):
         ("num_blocks", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
+        ("layers_done", ctypes.c_void_p),
     )
 
 
@@ -220,8 +221,11 @@ class NativeStep:
         cos: Tensor,
         sin: Tensor,
         kv_pool: Tensor,
+        layers_done: ctypes.c_int32 | None = None,
     ) -> Tensor:
         """Write the rows' K and V into kv_pool; return [R, vocab_size] float32 logits.
+
+        While it runs, layers_done holds the number of layers whose K and V are complete, for another thread to look at.
 
         token_ids, positions, slots [T], logit_rows [R]: int64; query_lens, context_lens [S], block_tables
         [S, max_blocks]: int32; cos, sin [positions, head_dim / 2]: float32; kv_pool as in kernels/kv_cache.py, of the
@@ -257,6 +261,7 @@ class NativeStep:
             num_blocks=kv_pool.shape[0],
             block_size=kv_pool.shape[4],
             logits=logits.data_ptr(),
+            layers_done=ctypes.addressof(layers_done) if layers_done is not None else None,
             **{name: array.data_ptr() for name, array in arrays.items()},
         )
         self._check(self._library.twopool_step(self._handle, ctypes.byref(batch)))

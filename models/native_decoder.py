@@ -1,7 +1,8 @@
 """The decoder on the native CPU step: `models.decoder.Decoder`'s interface, another implementation."""
 
+import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from twopool.kernels.native_step import (
 )
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
+from twopool.models.layer_watch import LayerWatch
 from twopool.models.layers import expected_tensors, unused_tensors
 from twopool.models.rope import RotaryTable
 from twopool.models.weights import WeightFiles
@@ -82,8 +84,22 @@ class NativeDecoder:
         return self._step.isa
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
-        """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits."""
+    def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits.
+
+        on_layer: called, on another thread, with n once the K and V of the first n layers are written.
+        """
+        if on_layer is None:
+            return self._run(batch, kv_pool, None)
+        with LayerWatch(self.config.num_layers, on_layer) as watch:
+            return self._run(batch, kv_pool, watch.layers_done)
+
+    @property
+    def reports_layers(self) -> bool:
+        """Whether `forward` takes `on_layer`."""
+        return True
+
+    def _run(self, batch: ForwardBatch, kv_pool: Tensor, layers_done: ctypes.c_int32 | None) -> Tensor:
         longest = int(batch.context_lens_host.max()) if len(batch.context_lens_host) else 0
         cos, sin = self._rope.up_to(longest)
         return self._step.run(
@@ -97,6 +113,7 @@ class NativeDecoder:
             cos=cos,
             sin=sin,
             kv_pool=kv_pool,
+            layers_done=layers_done,
         )
 
     def fingerprint(self) -> str:

@@ -23,7 +23,7 @@
 namespace twopool {
 namespace {
 
-constexpr int kAbiVersion = 1;
+constexpr int kAbiVersion = 2;
 constexpr int kMaxThreads = 1024;
 thread_local std::string last_error;
 

@@ -24,6 +24,7 @@ struct StepBatch {
   void* kv_pool;                 // [num_blocks][num_kv_heads][num_layers][2][block_size][head_dim]
   int64_t num_blocks, block_size;
   float* logits;                 // [num_logit_rows][vocab_size]
+  int32_t* layers_done;          // null, or where to say while the step runs how many layers' K and V are in the pool
 };
 
 // Throws std::invalid_argument for anything that would read or write out of bounds.

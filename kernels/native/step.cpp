@@ -73,6 +73,8 @@ void StepRunner::walk(int thread) {
     const int64_t rows = last ? num_wanted : num_rows;
     float* residual = residual_.memory.as<float>();
     multiply(thread, layer.output, attended_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
+    // To be here every thread has left attend, and with it everything that writes this layer's K and V.
+    if (thread == 0 && batch_->layers_done != nullptr) __atomic_store_n(batch_->layers_done, l + 1, __ATOMIC_RELEASE);
     const Rows& mlp_input = normalise(layer.post_attention_norm, rows, thread);
     multiply(thread, layer.gate_up, mlp_input, rows, Epilogue::kGated, gated_.memory.as<void>(), gated_.stride,
              layer.gate_up.num_panels * kPanelCols);
