@@ -5,6 +5,7 @@ changes it, and its noise is a pure function of (seed, choice, position). Every 
 it.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -201,14 +202,29 @@ def _apply_mask(logits: Tensor, batch: SamplingBatch) -> None:
 
 
 def _apply_allowed(logits: Tensor, batch: SamplingBatch) -> None:
-    if not len(batch.allowed_rows):
+    num_rows, width = len(batch.allowed_rows), logits.shape[1]
+    if not num_rows:
         return
-    packed = _to(np.ascontiguousarray(batch.allowed_bits).view(np.uint8), logits)  # [G, words * 4]
-    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = bits.bitwise_and_(1).bool().view(len(packed), -1)[:, : logits.shape[1]]
+    table = _byte_penalties(logits.device)
+    packed = _to(np.ascontiguousarray(batch.allowed_bits).view(np.uint8), logits).int()  # [G, words * 4]
     rows = _to(batch.allowed_rows, logits).long()
-    logits[rows, : allowed.shape[1]] = logits[rows, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
-    logits[rows, allowed.shape[1] :] = -torch.inf
+    at_once = num_rows if logits.is_cuda else 1  # on a CPU a row's penalties stay in its cache
+    for start in range(0, num_rows, at_once):
+        part = packed[start : start + at_once]
+        penalties = table.index_select(0, part.view(-1)).view(len(part), -1)[:, :width]
+        if penalties.shape[1] < width:
+            penalties = torch.nn.functional.pad(penalties, (0, width - penalties.shape[1]), value=-torch.inf)
+        logits.index_add_(0, rows[start : start + at_once], penalties)
+
+
+@functools.cache
+def _byte_penalties(device: torch.device) -> Tensor:
+    """[256, 8] float32: for each byte of a bit mask what its eight tokens' logits are to gain, 0 or -inf.
+
+    Looking bytes up and adding is several times as fast on a CPU as unpacking bits and filling.
+    """
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.zeros(256, 8).masked_fill_(bits == 0, -torch.inf).to(device)
 
 
 def _draw_tokens(logits: Tensor, rows: npt.NDArray[np.void]) -> tuple[Tensor, npt.NDArray[np.bool_]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
+from twopool.engine.grammar import GrammarEngine
 from twopool.engine.model_runner import ModelRunner
 from twopool.engine.requests import AttemptKey, EngineRequest, LocalPrefill, PrefillProgress, PrefillResult, StepOutput
 from twopool.engine.scheduler import SchedulerConfig
@@ -151,6 +152,7 @@ class Harness:
         model: Any = None,
         kv_pool: Tensor | None = None,
         vocab_size: int = VOCAB_SIZE,
+        grammars: GrammarEngine | None = None,
         **config: int,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, epoch=Epoch(1), prefix_caching=prefix_caching)
@@ -169,6 +171,7 @@ class Harness:
             scheduler_config=SchedulerConfig(**(limits | config)),
             executor=self.gate,
             on_step=self._on_step,
+            grammars=grammars,
         )
         self.answers: dict[AttemptKey, dict[ChoiceIndex, Answer]] = defaultdict(lambda: defaultdict(Answer))
         self.finished: list[AttemptKey] = []

@@ -1,7 +1,7 @@
 """Every row by its own parameters, and by them alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -379,3 +379,25 @@ def test_tiny_vocabulary_and_no_rows() -> None:
 def test_rows_and_logits_must_match() -> None:
     with pytest.raises(ValueError, match="2 rows of logits for 1 draws"):
         draw(random_logits(2), [Row({})])
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_only_allowed_tokens_are_drawn(data: st.DataObject) -> None:
+    """NUM-05: whatever the mask does not reach, vocabulary padding among it, is not drawn; neighbours do not notice."""
+    vocab_size = data.draw(st.integers(33, 200))
+    num_words = data.draw(st.integers(1, -(-vocab_size // 32) + 1))
+    allowed = sorted(data.draw(st.sets(st.integers(0, min(vocab_size, num_words * 32) - 1), min_size=1, max_size=5)))
+    words = np.zeros((1, num_words), dtype=np.uint32)
+    for token in allowed:
+        words[0, token // 32] |= np.uint32(1 << token % 32)
+    rows = [Row({"temperature": 1.5, "seed": seed, "wants_logprobs": True}) for seed in range(3)]
+    logits = random_logits(3, vocab_size)
+    plain = sample(logits.clone(), batch(rows))
+    masked = sample(logits.clone(), replace(batch(rows), allowed_rows=ints([1]), allowed_bits=words.view(np.int32)))
+    assert masked.token_ids[1] in allowed
+    assert not masked.bad.any()
+    assert masked.token_ids[[0, 2]].tolist() == plain.token_ids[[0, 2]].tolist()
+    expected_logprob = torch.log_softmax(logits[1], dim=-1)[int(masked.token_ids[1])]
+    assert plain.logprobs is not None and masked.logprobs is not None
+    assert masked.logprobs[1] == pytest.approx(float(expected_logprob), abs=1e-5)
