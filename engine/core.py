@@ -6,7 +6,6 @@ it is over: it may still be written.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -18,7 +17,8 @@ import msgspec
 
 from twopool.engine.admission import blocks_to_reserve, check_request, make_sequences, make_state
 from twopool.engine.block_pool import BlockPool, Reservation
-from twopool.engine.grammar import GrammarEngine, MaskRow
+from twopool.engine.constraints import Constraints, grammar_failure
+from twopool.engine.grammar import GrammarEngine
 from twopool.engine.outputs import DrawnTokens, adopt_delta, record_token, resend
 from twopool.engine.plan import build_plan
 from twopool.engine.requests import (
@@ -33,9 +33,9 @@ from twopool.engine.requests import (
 )
 from twopool.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig, blocks_for
 from twopool.engine.sequence import RequestState, Sequence, Status
-from twopool.engine.step import StepExecutor, StepPlan
+from twopool.engine.step import StepExecutor
 from twopool.kernels.token_scores import TokenScores
-from twopool.protocol.errors import InvalidRequestError, OverloadedError
+from twopool.protocol.errors import OverloadedError
 from twopool.protocol.ids import BlockId, ChoiceIndex
 from twopool.protocol.messages import ErrorInfo, TokenDelta
 
@@ -76,7 +76,7 @@ class Engine:
         on_step: Callable[[StepOutput], None],
         layer_marks: tuple[int, ...] = (),
     ) -> None:
-        self._grammars = grammars
+        self._constraints = Constraints(grammars, self._grammar_settled)
         self._pool = pool
         self._config = scheduler_config
         self._executor = executor
@@ -122,19 +122,16 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads of the grammars; ``run`` is over by then."""
-        if self._grammars is not None:
-            self._grammars.close()
+        self._constraints.close()
 
     def check(self, request: EngineRequest) -> None:
         """Raises ``ContextLengthError`` or ``InvalidRequestError`` as ``submit`` would."""
         check_request(request, self._config, self._max_len)
-        if request.sampling.grammar is not None and self._grammars is None:
-            raise InvalidRequestError("This worker follows no grammars.", param="response_format")
+        self._constraints.check(request)
 
     def expect(self, request: EngineRequest) -> None:
         """A request will be adopted: begin to compile its grammar."""
-        if request.sampling.grammar is not None and self._grammars is not None:
-            self._grammars.prepare(request.sampling.grammar)
+        self._constraints.expect(request)
 
     def reserve(self, num_tokens: int, num_choices: int) -> Reservation:
         """Room for the KV of ``num_tokens`` plus a block to grow into for each choice, for a request to be adopted.
@@ -161,7 +158,7 @@ class Engine:
         state.sequences = make_sequences(state, request)
         self._claim_blocks(state)
         self._requests[request.key] = state
-        self._start_grammar(state)
+        self._constraints.start(state)
         for sequence in state.sequences:
             self._scheduler.add(sequence)
         self._wake.set()
@@ -196,7 +193,7 @@ class Engine:
         sequence.num_computed = sequence.num_tokens
         sequence.status = Status.RUNNING
         self._requests[request.key] = state
-        self._start_grammar(state)
+        self._constraints.start(state)
         self._scheduler.add(sequence)
         self._publish(sequence)
         self._continue(sequence)
@@ -272,7 +269,7 @@ class Engine:
         # Stays set when the task is cancelled right here: the thread goes on writing, so nothing may be released.
         self._in_step = True
         try:
-            result = await self._executor.execute(self._with_masks(schedule, plan))
+            result = await self._executor.execute(self._constraints.with_masks(schedule, plan))
         except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
             log.exception("a step failed")
             self._in_step = False
@@ -296,9 +293,9 @@ class Engine:
             first_scored, num_scored = num_scored, num_scored + sequence.num_scored(chunk.num_rows)
             if sequence.request.abandoned or not sequence.open_choices:
                 continue  # cancelled while the step was under way
-            grammar = sequence.request.grammar
-            if grammar is not None and grammar.error is not None:
-                self._fail_grammar(sequence.request)
+            failure = grammar_failure(sequence.request)
+            if failure is not None:
+                self._fail(sequence.request, failure)
                 continue
             scored = scores is None or _keep_scores(sequence, scores, first_scored, num_scored - first_scored)
             if not scored or True in drawn.bad[first:index]:
@@ -413,43 +410,11 @@ class Engine:
         else:
             self._scheduler.drop(sequence)
 
-    # --- grammars
-
-    def _start_grammar(self, state: RequestState) -> None:
-        """Hold a request back until its grammar is compiled."""
-        if state.sampling.grammar is None or self._grammars is None:
-            return
-        state.ready = False
-        loop = asyncio.get_running_loop()
-
-        def on_ready() -> None:  # on the compile thread, or here and now where the grammar is known
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(self._grammar_ready, state)
-
-        state.grammar = self._grammars.start(state.sampling.grammar, state.stop_ids, on_ready)
-
-    def _grammar_ready(self, state: RequestState) -> None:
-        state.ready = True
-        if state.grammar is not None and state.grammar.error is not None and state.key in self._requests:
-            self._fail_grammar(state)
+    def _grammar_settled(self, state: RequestState) -> None:
+        failure = grammar_failure(state)
+        if failure is not None and state.key in self._requests:
+            self._fail(state, failure)
         self._wake.set()
-
-    def _fail_grammar(self, state: RequestState) -> None:
-        assert state.grammar is not None
-        message = f"The output's grammar cannot be followed: {state.grammar.error}"
-        self._fail(state, ErrorInfo(kind="invalid_request", message=message, param="response_format"))
-
-    def _with_masks(self, schedule: Schedule, plan: StepPlan) -> StepPlan:
-        """``plan`` with the masks of its draws, which are filled from now on."""
-        if self._grammars is None:
-            return plan
-        draws = [(chunk.sequence.request, choice) for chunk in schedule.chunks for choice in chunk.draws]
-        rows = [
-            MaskRow(row, state.grammar, choice, state.outputs[choice].output_ids.copy())
-            for row, (state, choice) in enumerate(draws)
-            if state.grammar is not None
-        ]
-        return replace(plan, masks=self._grammars.fill(rows)) if rows else plan
 
     # --- private
 

@@ -4,8 +4,10 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import openai
+import pydantic
 import pytest
 import torch
 
@@ -137,6 +139,31 @@ def test_other_grammars_and_their_ends(cluster: Cluster) -> None:
     texts = [one["text"] for one in body["choices"]]
     assert all(text[:2] in ("ab", "cd") and len(text) == 5 for text in texts)
     assert len(set(texts)) > 1
+
+
+class Thing(pydantic.BaseModel):
+    kind: Literal["large", "small"]
+    is_ok: bool
+
+
+class Pick(pydantic.BaseModel):
+    thing: Thing
+
+
+def test_the_openai_client_parses_answers_and_calls(cluster: Cluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.client.base_url}/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": "hi"}]
+    parsed = client.chat.completions.parse(
+        model="m", messages=messages, response_format=Thing, seed=1, max_tokens=150
+    ).choices[0]
+    assert isinstance(parsed.message.parsed, Thing)
+    tools: Any = [openai.pydantic_function_tool(Pick)]
+    options: Any = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 1, "max_tokens": 300}
+    with client.chat.completions.stream(model="m", messages=messages, tools=tools, **options) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    assert isinstance(final.message.tool_calls[0].function.parsed_arguments, Pick)
 
 
 def test_bad_schemas_do_no_harm(cluster: Cluster) -> None:
