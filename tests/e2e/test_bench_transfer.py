@@ -1,6 +1,8 @@
 """The transfer microbenchmark runs from end to end and writes what it measured."""
 
+import importlib.util
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +32,50 @@ def test_rows(command: str, tmp_path: Path) -> None:
     else:
         assert {"create transport", "connect, canary included", "idle reader"} <= {row["op"] for row in rows}
         assert all(row["seconds"] > 0 for row in rows if "seconds" in row)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        (("pair", "--remote", "block_size=32,num_blocks=65", "--layer-groups", "2"), {"num_ranges", "ratio"}),
+        (("load", "--requests", "1,3"), {"slowest_seconds", "posts_a_request"}),
+    ],
+)
+def test_other_commands(command: tuple[str, ...], columns: set[str], tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"rows.{kind}" for kind in ("json", "plot")}
+    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", *command, "--quick", "--json", str(files["json"])]
+    if importlib.util.find_spec("matplotlib"):
+        run += ["--plot", str(files["plot"])]
+    finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
+    assert finished.returncode == 0, finished.stderr
+    for row in json.loads(files["json"].read_text()):
+        assert columns <= set(row) and row["gb_per_s"] > 0
+    if "--plot" in run:
+        assert files["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.e2e
+def test_serve_and_connect(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    base = [sys.executable, "-m", "twopool.scripts.bench_transfer"]
+    flags = ["--quick", "--address", address]
+    file = tmp_path / "rows.json"
+    with subprocess.Popen([*base, "serve", *flags], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and "serving 3 pools" in server.stdout.readline()
+            finished = subprocess.run(
+                [*base, "connect", *flags, "--json", str(file)], capture_output=True, text=True, timeout=110
+            )
+            assert finished.returncode == 0, finished.stderr
+        finally:
+            server.kill()
+    assert {row["block_bytes"] for row in json.loads(file.read_text())} == {4096, 65536, 1048576}
+
+
+def test_a_wrong_geometry_is_refused_in_words() -> None:
+    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "pair", "--local", "block_size=17"]
+    finished = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1 and "power of two, got 17" in finished.stderr

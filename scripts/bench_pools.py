@@ -1,0 +1,128 @@
+"""What the transfer benchmarks share: pools to read from, in a process of their own on this host, and to read into."""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from twopool.kv_transfer.factory import create_transport
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest, KvTransport
+from twopool.kv_transfer.memory import allocate_host_pool
+from twopool.protocol.errors import TwopoolError
+from twopool.protocol.geometry import KvGeometry
+from twopool.protocol.ids import WorkerId, new_epoch
+from twopool.protocol.messages import PeerIdentity
+
+KIB, MIB = 1024, 1024 * 1024
+TOKENS = 16
+TIMEOUT_S = 60.0
+Row = dict[str, Any]
+
+
+async def offer(args: argparse.Namespace) -> None:
+    """Offers one pool for each geometry; prints the identities, then does as told, a line at a time, until EOF."""
+    identities: list[PeerIdentity] = []
+    transports: list[KvTransport] = []
+    for geometry in msgspec.json.decode(args.geometries, type=list[KvGeometry]):
+        transport, identity = make_transport(args, geometry, f"source-{len(identities)}")
+        transport.expect_readers(True)
+        transports.append(transport)
+        identities.append(identity)
+    print(msgspec.msgpack.encode(identities).hex(), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        for transport in transports:
+            transport.expect_readers(line.strip() == "expect readers")
+    for transport in transports:
+        await transport.close()
+
+
+@asynccontextmanager
+async def other_process(
+    args: argparse.Namespace, geometries: list[KvGeometry]
+) -> AsyncIterator[tuple[subprocess.Popen[str], list[PeerIdentity]]]:
+    command = [sys.executable, "-m", "twopool.scripts.bench_transfer", "source"]
+    command += ["--nixl-backend", args.nixl_backend, "--geometries", msgspec.json.encode(geometries).decode()]
+    if args.ucx_tls is not None:
+        command += ["--ucx-tls", args.ucx_tls]
+    process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop yet
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        reading = asyncio.to_thread(process.stdout.readline) if process.stdout is not None else asyncio.sleep(0, "")
+        line = await asyncio.wait_for(reading, TIMEOUT_S)
+        if not line:
+            raise TwopoolError("the source process did not start")
+        yield process, msgspec.msgpack.decode(bytes.fromhex(line), type=list[PeerIdentity])
+        process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    if process.stdin is not None:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+
+def make_geometry(block_bytes: int, num_blocks: int) -> KvGeometry:
+    """One layer, one head, bf16: a block is one run of ``block_bytes``."""
+    return KvGeometry(
+        num_blocks=num_blocks + NUM_RESERVED_BLOCKS,
+        block_size=TOKENS,
+        num_layers=1,
+        num_kv_heads=1,
+        num_kv_heads_local=1,
+        head_dim=block_bytes // (2 * TOKENS * 2),
+        dtype="bfloat16",
+    )
+
+
+def make_transport(args: argparse.Namespace, geometry: KvGeometry, name: str) -> tuple[KvTransport, PeerIdentity]:
+    epoch = new_epoch()
+    device = torch.device(getattr(args, "device", "cpu"))
+    if device.type != "cpu":
+        geometry = replace(geometry, memory="device", device_index=device.index or 0)
+    transport = create_transport(
+        "nixl",
+        pool=make_pool(geometry.pool_bytes, device),
+        geometry=geometry,
+        epoch=epoch,
+        agent_name=name,
+        backend=args.nixl_backend,
+        ucx_tls=args.ucx_tls,
+        loop=asyncio.get_running_loop(),
+    )
+    identity = PeerIdentity(
+        worker_id=WorkerId(name), role="prefill", epoch=epoch, transport="nixl", ranks=(transport.describe(),)
+    )
+    return transport, identity
+
+
+def make_pool(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return (
+        allocate_host_pool(num_bytes)
+        if device.type == "cpu"
+        else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    )
+
+
+def make_request(
+    remote_ids: np.ndarray[Any, np.dtype[np.int32]], local_ids: np.ndarray[Any, np.dtype[np.int32]]
+) -> FetchRequest:
+    return FetchRequest(
+        remote_block_ids=remote_ids,
+        local_block_ids=local_ids,
+        start_token=0,
+        end_token=TOKENS * len(local_ids),
+        layer_start=0,
+        layer_end=1,
+    )

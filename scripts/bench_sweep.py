@@ -1,0 +1,151 @@
+"""`bench_transfer.py sweep`, `serve` and `connect`: READs of many sizes beside a memcpy of the same ranges, in turns."""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, FetchRequest, KvTransport, PeerLink
+from twopool.kv_transfer.memory import allocate_host_pool
+from twopool.protocol.endpoints import parse_tcp_address
+from twopool.protocol.geometry import KvGeometry
+from twopool.protocol.messages import PeerIdentity
+from twopool.scripts.bench_pools import (
+    KIB,
+    MIB,
+    TIMEOUT_S,
+    Row,
+    make_geometry,
+    make_request,
+    make_transport,
+    other_process,
+)
+
+
+def _sweep_geometries(args: argparse.Namespace) -> list[KvGeometry]:
+    sizes = [4 * KIB, 64 * KIB, MIB] if args.quick else [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB]
+    return [make_geometry(size, _totals(args)[-1] // size) for size in sizes]
+
+
+def _totals(args: argparse.Namespace) -> list[int]:
+    """Bytes of a READ; one block at the least."""
+    return [1, 64 * MIB] if args.quick else [1, MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+
+
+async def sweep(args: argparse.Namespace) -> list[Row]:
+    geometries = _sweep_geometries(args)
+    rows: list[Row] = []
+    async with other_process(args, geometries) as (_, identities):
+        for geometry, identity in zip(geometries, identities, strict=True):
+            rows += await _sweep_size(args, geometry, identity)
+    return rows
+
+
+async def _sweep_size(args: argparse.Namespace, geometry: KvGeometry, peer: PeerIdentity) -> list[Row]:
+    available = geometry.num_blocks - NUM_RESERVED_BLOCKS
+    counts = sorted({min(max(1, total // geometry.block_bytes), available) for total in _totals(args)})
+    rounds = 7 if args.quick else 15
+    transport, _ = make_transport(args, geometry, f"reader-{geometry.block_bytes}")
+    link = await transport.connect(peer, timeout_s=TIMEOUT_S)
+    # Stands for the source's pool in the copies: another one of the same size, its pages touched.
+    shape = (geometry.num_blocks, geometry.block_bytes)
+    source, target = (allocate_host_pool(geometry.pool_bytes).numpy().reshape(shape) for _ in range(2))
+    rng = np.random.default_rng(0)
+    rows: list[Row] = []
+    for count in counts:
+        for scattered in (False, True) if count > 1 else (False,):
+            local_ids = np.arange(count, dtype=np.int32)
+            remote_ids = rng.permutation(count).astype(np.int32) if scattered else local_ids
+            request = make_request(remote_ids, local_ids)
+            copy = _make_copy(source, target, remote_ids if scattered else None, count)
+            reports, calls, copies = await _in_turns(transport, link, request, copy, rounds)
+            seconds = statistics.median(report.transfer_s for report in reports)
+            copy_seconds = statistics.median(copies)
+            num_bytes = count * geometry.block_bytes
+            rows.append(
+                {
+                    "op": "read",
+                    "block_bytes": geometry.block_bytes,
+                    "num_blocks": count,
+                    "scattered": scattered,
+                    "num_posts": reports[0].num_posts,
+                    "seconds": seconds,
+                    "call_seconds": statistics.median(calls),
+                    "gb_per_s": num_bytes / seconds / 1e9,
+                    "memcpy_gb_per_s": num_bytes / copy_seconds / 1e9,
+                    "ratio": copy_seconds / seconds,
+                }
+            )
+    await transport.close()
+    return rows
+
+
+async def _in_turns(
+    transport: KvTransport, link: PeerLink, request: FetchRequest, copy: Callable[[], None], rounds: int
+) -> tuple[list[FetchReport], list[float], list[float]]:
+    """Reports of the READs, their seconds to the caller, and the copies' seconds; first a round that does not count."""
+    reports: list[FetchReport] = []
+    calls: list[float] = []
+    copies: list[float] = []
+    if len(request.local_block_ids) == 1:
+        rounds *= 10
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        reports.append(await transport.fetch(link, request, timeout_s=TIMEOUT_S).wait())
+        calls.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        copy()
+        copies.append(time.perf_counter() - start)
+    return reports[1:], calls[1:], copies[1:]
+
+
+def _make_copy(source: Any, target: Any, remote_ids: Any, count: int) -> Callable[[], None]:
+    """One thread's copy of the same ranges into the same order: a memcpy a range, looped over in C."""
+    if remote_ids is None:
+        return lambda: np.copyto(target[:count], source[:count])
+    indices = remote_ids.astype(np.intp)
+
+    def gather() -> None:
+        np.take(source, indices, axis=0, out=target[:count], mode="clip")
+
+    return gather
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Offers the pools of a sweep at ``--address`` until interrupted: a line of hex to whoever connects."""
+    transports: list[KvTransport] = []
+    identities: list[PeerIdentity] = []
+    for geometry in _sweep_geometries(args):
+        transport, identity = make_transport(args, geometry, f"source-{len(identities)}")
+        transport.expect_readers(True)
+        transports.append(transport)
+        identities.append(identity)
+    payload = msgspec.msgpack.encode(identities).hex().encode() + b"\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(payload)
+        await writer.drain()
+        writer.close()
+
+    host, port = parse_tcp_address(args.address, param="--address")
+    async with await asyncio.start_server(answer, host, port) as server:
+        print(f"serving {len(identities)} pools at {args.address}; stop with Ctrl-C", flush=True)
+        await server.serve_forever()
+
+
+async def connect(args: argparse.Namespace) -> list[Row]:
+    host, port = parse_tcp_address(args.address, param="--address")
+    reader, writer = await asyncio.open_connection(host, port)
+    line = await asyncio.wait_for(reader.readline(), TIMEOUT_S)
+    writer.close()
+    identities = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=list[PeerIdentity])
+    rows: list[Row] = []
+    for identity in identities:
+        remote = identity.ranks[0].geometry
+        rows += await _sweep_size(args, make_geometry(remote.block_bytes, remote.num_blocks - 1), identity)
+    return rows
