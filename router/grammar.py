@@ -62,26 +62,28 @@ def output_grammar(body: GenerationBody, around: Surroundings) -> str | None:
         raise InvalidRequestError(
             f"{wanted[0]}: cannot be combined with a tool_choice that forces a call", param=wanted[0]
         )
-    grammars: list[Grammar] = []
-    if wanted is not None:
-        grammars.append({**wanted[1], "name": "answer"})
-        _check(wanted[0], [grammars[0]])
+    parts: list[tuple[str, Grammar]] = []
     rules = ""
-    ways = ["@answer"] if wanted is not None else []
+    ways = []
+    if wanted is not None:
+        parts.append((wanted[0], {**wanted[1], "name": "answer"}))
+        ways.append("@answer")
     if tools is not None:
-        rules += call_rules(around.tool_format, tools.tools, many=tools.many, token_id=around.token_id)
+        rules = call_rules(around.tool_format, tools.tools, many=tools.many, token_id=around.token_id)
         ways.append("calls")
         for index, tool in enumerate(tools.tools):
-            arguments = {**_json_grammar(tool.parameters, tool.path), "name": f"arguments_{index}"}
-            _check(tool.path, [arguments])
-            grammars.append(arguments)
-    if around.reasoning == "none" and ways == ["@answer"]:
-        return _text(wanted[0] if wanted else "", grammars)
-    start = "think " if around.reasoning != "none" else ""
-    lark = f"start: {start}output\noutput: {' | '.join(ways)}\n{rules}"
-    if start:
-        lark += think_rules(opened=around.reasoning == "inside", token_id=around.token_id)
-    return _text("tools" if tools else "response_format", [{"name": "start", "lark_grammar": lark}, *grammars])
+            parts.append((tool.path, {**_json_grammar(tool.parameters, tool.path), "name": f"arguments_{index}"}))
+    grammars = [grammar for _, grammar in parts]
+    if around.reasoning != "none" or ways != ["@answer"]:
+        start = "start: output\n"
+        if around.reasoning != "none":
+            start = "start: think output\n" + think_rules(opened=around.reasoning == "inside", token_id=around.token_id)
+        lark = f"{start}output: {' | '.join(ways)}\n{rules}"
+        grammars.insert(0, {"name": "start", "lark_grammar": lark})
+    text = _text(parts[0][0], grammars)  # bounds what is to be checked
+    for path, grammar in parts:
+        _check(path, [grammar])
+    return text
 
 
 def _wanted(body: GenerationBody) -> tuple[str, Grammar] | None:
