@@ -1,4 +1,4 @@
-"""`bench_transfer.py sweep`, `serve` and `connect`: READs of many sizes beside a memcpy of the same ranges, in turns."""
+"""`bench_transfer.py sweep`, `serve`, `connect`: READs of many sizes and a memcpy of the same ranges, in turns."""
 
 import argparse
 import asyncio
