@@ -48,7 +48,7 @@ class Constraints:
 
     def with_masks(self, schedule: Schedule, plan: StepPlan) -> StepPlan:
         """``plan`` with the masks of its draws, which are filled from now on."""
-        if self._grammars is None:
+        if self._grammars is None or all(chunk.sequence.request.grammar is None for chunk in schedule.chunks):
             return plan
         draws = [(chunk.sequence.request, choice) for chunk in schedule.chunks for choice in chunk.draws]
         rows = [

@@ -290,7 +290,9 @@ class Engine:
         for chunk in schedule.chunks:
             first, index = index, index + len(chunk.draws)
             sequence = chunk.sequence
-            first_scored, num_scored = num_scored, num_scored + sequence.num_scored(chunk.num_rows)
+            first_scored = num_scored
+            if scores is not None:
+                num_scored += sequence.num_scored(chunk.num_rows)
             if sequence.request.abandoned or not sequence.open_choices:
                 continue  # cancelled while the step was under way
             failure = grammar_failure(sequence.request)

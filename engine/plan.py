@@ -21,7 +21,7 @@ def build_plan(schedule: Schedule, block_size: int) -> StepPlan:
     context_lens = [chunk.sequence.num_computed + chunk.num_rows for chunk in chunks]
     draws = [(chunk.sequence, choice) for chunk in chunks for choice in chunk.draws]
     num_draws = [len(chunk.draws) for chunk in chunks if chunk.draws]
-    scored_rows, scored_ids = _scored(chunks)
+    scored_rows, scored_ids = _scored(chunks if schedule.num_scored else [])
     return StepPlan(
         token_ids=np.concatenate(new_ids),
         query_lens=np.array(query_lens, dtype=np.int32),
@@ -33,7 +33,8 @@ def build_plan(schedule: Schedule, block_size: int) -> StepPlan:
         sampling=_sampling_batch(draws),
         scored_rows=scored_rows,
         scored_ids=scored_ids,
-        scores_with_top=any(chunk.sequence.request.sampling.prompt_logprobs for chunk in chunks),
+        scores_with_top=len(scored_rows) > 0
+        and any(chunk.sequence.request.sampling.prompt_logprobs for chunk in chunks),
     )
 
 

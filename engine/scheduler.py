@@ -112,7 +112,8 @@ class Scheduler:
         draws = sequence.open_choices if num_rows == sequence.num_uncomputed else ()
         schedule.chunks.append(Chunk(sequence, num_rows, draws))
         schedule.num_tokens += num_rows
-        schedule.num_scored += sequence.num_scored(num_rows)
+        if sequence.request.prompt_scores is not None:
+            schedule.num_scored += sequence.num_scored(num_rows)
 
     def _prefills(self, schedule: Schedule) -> list[Sequence]:
         """Running and waiting sequences with more than a decode's work, in order of arrival."""
