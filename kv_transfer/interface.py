@@ -145,7 +145,7 @@ class KvTransport(Protocol):
     def expect_readers(self, expected: bool) -> None:
         """Whether peers may be reading from or connecting to this pool now (pinned blocks, open handshakes).
 
-        While true the transport answers peers every 1-4 ms, at once while they keep it busy (for about 3 % of a core);
+        While true the transport answers peers at once while they keep it busy, then more and more rarely, up to every 4 ms;
         otherwise every 100 ms, which delays a peer's handshake and, where reading needs the source (TCP), its READs.
         """
         ...

@@ -30,10 +30,10 @@ MAX_OPEN_POSTS = 4
 """Posts under way for one rank of a peer: enough to keep a link busy; the rest can still be cancelled."""
 
 IDLE_WAIT_S = 0.1
-MIN_READERS_WAIT_S = 0.001
+MIN_READERS_WAIT_S = 50e-6
 MAX_READERS_WAIT_S = 0.004
 MIN_POLL_WAIT_S = 50e-6
-MAX_POLL_WAIT_S = 500e-6
+MAX_POLL_WAIT_S = 100e-6
 BUSY_CALL_S = 20e-6
 """A poll or pump that took longer than this moved data (an idle one takes 1-2 µs): go on at once."""
 
