@@ -145,8 +145,8 @@ class KvTransport(Protocol):
     def expect_readers(self, expected: bool) -> None:
         """Whether peers may be reading from or connecting to this pool now (pinned blocks, open handshakes).
 
-        While true the transport answers peers at once while they keep it busy, then more and more rarely, up to every 4 ms;
-        otherwise every 100 ms, which delays a peer's handshake and, where reading needs the source (TCP), its READs.
+        While true the transport answers peers at once while they keep it busy, then more and more rarely, down to every
+        4 ms; otherwise every 100 ms, which delays a peer's handshake and, where reading needs the source (TCP), its READs.
         """
         ...
 
