@@ -146,7 +146,7 @@ class KvTransport(Protocol):
         """Whether peers may be reading from or connecting to this pool now (pinned blocks, open handshakes).
 
         While true the transport answers peers at once while they keep it busy, then more and more rarely, down to every
-        4 ms; otherwise every 100 ms, which delays a peer's handshake and, where reading needs the source (TCP), its READs.
+        4 ms; otherwise every 100 ms, which delays a peer's handshake and, where reading needs the source, its READs.
         """
         ...
 
