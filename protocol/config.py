@@ -22,6 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNEL_BACKENDS = ("auto", "native", "torch")
 DEFAULT_CONTROL_PORT = 8100
 DEFAULT_HTTP_PORT = 8000
+MAX_ROUTER_PROCESSES = 64
 
 
 def flag(default: Any, help_text: str, *, parse: Any = None, choices: tuple[str, ...] | None = None) -> Any:
@@ -91,10 +92,31 @@ class RouterConfig(LinkConfig):
     )
     max_stream_buffer_bytes: int = flag(1024 * 1024, "unread bytes after which a slow reader is disconnected")
     drain_timeout_s: float = flag(30.0, "seconds open requests may finish in after SIGTERM")
+    uds: Path | None = flag(None, "serve HTTP on this Unix socket instead of --host and --port", parse=Path)
+    ssl_certfile: Path | None = flag(None, "serve HTTPS with this certificate chain (PEM)", parse=Path)
+    ssl_keyfile: Path | None = flag(None, "private key of --ssl-certfile (PEM)", parse=Path)
+    cors_allow_origins: tuple[str, ...] = flag(
+        (), "origins whose pages may call the API, comma separated; * allows all", parse=comma_list
+    )
+    router_processes: int = flag(
+        1, "router processes that share the HTTP port; the workers connect to a control port of each"
+    )
 
     def __post_init__(self) -> None:
         _check_port("--port", self.port)
         _check_port("--control-port", self.control_port)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile: give both or neither", param="--ssl-certfile")
+        if not 1 <= self.router_processes <= MAX_ROUTER_PROCESSES:
+            raise ConfigError(
+                f"--router-processes {self.router_processes}: must be between 1 and {MAX_ROUTER_PROCESSES}",
+                param="--router-processes",
+            )
+        if self.control_port and self.control_port + self.router_processes - 1 > 65535:
+            raise ConfigError(
+                f"--control-port {self.control_port}: --router-processes {self.router_processes} needs as many ports",
+                param="--control-port",
+            )
         for name in (
             "max_queue",
             "max_attempts",

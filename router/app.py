@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -40,8 +41,12 @@ class RouterApp:
         *,
         registry: CollectorRegistry,
         api_keys: ApiKeys,
+        metrics_page: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
-        """``registry`` is what ``/metrics`` shows; this registers the HTTP half's own metrics with it."""
+        """``registry`` is what ``/metrics`` shows, unless ``metrics_page`` gives it; this registers the HTTP half's own
+        metrics with it.
+        """
+        self._given_metrics_page = metrics_page
         self.metrics = HttpMetrics()
         registry.register(self.metrics)
         self._config = config
@@ -54,7 +59,15 @@ class RouterApp:
         for prefix in _PREFIXES:
             hot[f"{prefix}/chat/completions"] = _direct(self._generate.chat)
             hot[f"{prefix}/completions"] = _direct(self._generate.completions)
-        self._app = HttpEdge(self._routes(), api_keys, hot=hot)
+        self._app: ASGIApp = HttpEdge(self._routes(), api_keys, hot=hot)
+        if config.cors_allow_origins:
+            self._app = CORSMiddleware(
+                self._app,
+                allow_origins=config.cors_allow_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "server-timing", "x-prefill-worker", "x-decode-worker", "retry-after"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -133,7 +146,9 @@ class RouterApp:
         return _json({"status": "ready", "reason": reason})
 
     async def _metrics_page(self, request: Request) -> Response:
-        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        given = self._given_metrics_page
+        page = generate_latest(self._registry) if given is None else await given()
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:
         return _json(

@@ -1,6 +1,7 @@
 """The two endpoints that generate: prepare, submit, answer, and never outlive the client."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,7 +104,7 @@ class GenerateApi:
             served_names=self._config.served_names,
             max_model_len=self.max_model_len,
             vocab_size=vocab_size if worker_vocab_size is None else min(vocab_size, worker_vocab_size),
-            timeout_s=self._config.request_timeout_s,
+            timeout_s=min(self._config.request_timeout_s, context.timeout_s or math.inf),
             arrived_s=context.arrived_s,
             tenant=context.tenant,
             tool_call_parser=self._config.tool_call_parser,

@@ -1,13 +1,14 @@
 """The outermost ASGI layer: request ids, API keys, limits, and the one place where an error becomes an answer."""
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twopool.protocol.errors import TwopoolError
+from twopool.protocol.errors import InvalidRequestError, TwopoolError
 from twopool.protocol.ids import new_request_id
 from twopool.router.auth import ApiKeys
 from twopool.router.http_errors import error_response
@@ -25,11 +26,13 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.j
 class RequestContext:
     """What the edge knows of a request. ``http_id`` is the client's own X-Request-Id where it sent a sane one; it is
     echoed and logged, and never an id inside. ``arrived_s`` is when its first byte was read, ``received_s`` its last.
+    ``timeout_s`` is the client's own deadline (X-Request-Timeout).
     """
 
     http_id: bytes
     arrived_s: float
     tenant: bytes
+    timeout_s: float | None = None
     wants_timings: bool = False
     received_s: float = 0.0
 
@@ -66,7 +69,11 @@ class HttpEdge:
         try:
             tenant = self._admit(scope, headers.get(b"authorization"))
             scope["state"][_STATE_KEY] = RequestContext(
-                http_id, connection.began_s, tenant, wants_timings=headers.get(b"x-timings", b"") in (b"1", b"true")
+                http_id,
+                connection.began_s,
+                tenant,
+                timeout_s=_timeout_s(headers.get(b"x-request-timeout")),
+                wants_timings=headers.get(b"x-timings", b"") in (b"1", b"true"),
             )
             app = self._hot.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
             await app(scope, receive, send_with_id)
@@ -87,3 +94,16 @@ class HttpEdge:
         if scope["path"] in OPEN_PATHS:
             return b""
         return self._keys.tenant(authorization)
+
+
+def _timeout_s(value: bytes | None) -> float | None:
+    """The client's own deadline, in seconds; raises ``InvalidRequestError``."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequestError("X-Request-Timeout: not a positive number of seconds", param="X-Request-Timeout")
+    return seconds

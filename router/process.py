@@ -1,10 +1,13 @@
 """The router process: the control endpoint, the dispatcher and the HTTP server on one event loop."""
 
 import asyncio
+import contextlib
+import dataclasses
 import gc
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,10 +25,14 @@ from twopool.router.app import RouterApp
 from twopool.router.auth import load_api_keys
 from twopool.router.dispatcher import RequestDispatcher
 from twopool.router.model_info import ModelInfo, load_model_info
+from twopool.router.process_metrics import SharedMetrics
+from twopool.router.processes import Share, run_processes
 from twopool.router.server import build_server
 
 logger = logging.getLogger(__name__)
 
+_REPLACEMENT_WAIT_S = 10.0
+_REPLACEMENT_POLL_S = 0.02
 _GC_THRESHOLD = 10_000
 """New container objects between collections: at most about half a millisecond each, where 700 made it one a step."""
 
@@ -63,26 +70,48 @@ class _ControlEndpoint:
 
 def run_router(config: RouterConfig, model_folder: Path) -> int:
     """Serve in the foreground until SIGTERM or SIGINT; returns the exit status."""
+    if config.router_processes == 1:
+        return _run(config, model_folder, None)
     setup_logging(process="router", level=config.log_level, style=config.log_format)
+    try:
+        return run_processes(config, lambda _, share: _run(config, model_folder, share))
+    except TwopoolError as error:
+        return _failed(error)
+
+
+def _run(config: RouterConfig, model_folder: Path, share: Share | None) -> int:
+    name = "router" if share is None else f"router-{share.index}"
+    setup_logging(process=name, level=config.log_level, style=config.log_format)
+    if share is not None:
+        # Together they hold what one would.
+        queue = -(-config.max_queue // share.count)
+        config = dataclasses.replace(config, control_port=share.control_port, router_processes=1, max_queue=queue)
     try:
         model = load_model_info(model_folder)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, model))
+            runner.run(_serve(config, model, share))
     except TwopoolError as error:
-        sys.stderr.write(f"twopool: error: {error.message}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        return _failed(error)
     return 0
 
 
-async def _serve(config: RouterConfig, model: ModelInfo) -> None:
+def _failed(error: TwopoolError) -> int:
+    sys.stderr.write(f"twopool: error: {error.message}\n")
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+async def _serve(config: RouterConfig, model: ModelInfo, share: Share | None) -> None:
     registry = CollectorRegistry()
     security = Security(config.cluster_key)
+    metrics = None if share is None else SharedMetrics(registry, share.folder, share.index, share.count)
     try:
         control = _ControlEndpoint(config, security)
         dispatcher = RequestDispatcher(config, new_router_id(), control, metrics=registry)
         control.serve(dispatcher)
-        app = RouterApp(config, dispatcher, model, registry=registry, api_keys=load_api_keys(config.api_key_file))
-        server = build_server(config, app)
+        keys = load_api_keys(config.api_key_file)
+        page = None if metrics is None else metrics.page
+        app = RouterApp(config, dispatcher, model, registry=registry, api_keys=keys, metrics_page=page)
+        server = build_server(config, app, None if share is None else share.listener)
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -91,17 +120,39 @@ async def _serve(config: RouterConfig, model: ModelInfo) -> None:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
+        if share is not None:
+            loop.add_reader(share.parent_fd, _parent_gone, share.parent_fd, stop)
+        if metrics is not None:
+            await metrics.start()
         dispatcher.start()
         _calm_collector()
-        _announce(config, server.port, control.port)
+        _announce(config, server.url, control.port, share)
         try:
+            if share is not None and share.is_replacement:
+                await _until_ready(dispatcher)
             await server.serve()
         finally:
             await dispatcher.close()
             control.close(linger_ms=300)
     finally:
+        if metrics is not None:
+            await metrics.close()
         security.close()
     logger.info("stopped")
+
+
+async def _until_ready(dispatcher: RequestDispatcher) -> None:
+    """The other processes take what comes until the workers have found this one; but not for ever."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REPLACEMENT_WAIT_S):
+            while not dispatcher.is_ready():  # noqa: ASYNC110 - it depends on clocks too, nothing tells of it
+                await asyncio.sleep(_REPLACEMENT_POLL_S)
+
+
+def _parent_gone(parent_fd: int, stop: Callable[[], None]) -> None:
+    """Nothing is ever written there: it can be read when it has ended."""
+    asyncio.get_running_loop().remove_reader(parent_fd)
+    stop()
 
 
 def _calm_collector() -> None:
@@ -111,14 +162,17 @@ def _calm_collector() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
-def _announce(config: RouterConfig, http_port: int, control_port: int) -> None:
-    """The one line on stdout that says the ports are bound."""
+def _announce(config: RouterConfig, url: str, control_port: int, share: Share | None) -> None:
+    """The one line on stdout that says the ports are bound; of several processes the parent prints it."""
     host = bracketed(config.advertise_host or config.host)
     line = {
         "event": "listening",
         "role": "router",
-        "http": f"http://{host}:{http_port}",
+        "http": url,
         "control": f"{host}:{control_port}",
     }
+    if share is not None:
+        share.announce(msgspec.json.encode(line))
+        return
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
 from twopool.protocol.config import RouterConfig
+from twopool.protocol.endpoints import bracketed
 from twopool.protocol.errors import ConfigError, UnavailableError
 from twopool.router.app import RouterApp
 from twopool.router.http_protocol import ProtocolConfig, RouterHttpProtocol
@@ -27,18 +29,30 @@ class HttpServer:
     they end with an error.
     """
 
-    def __init__(self, config: RouterConfig, app: RouterApp) -> None:
-        """Raises ``ConfigError`` naming ``--port`` or ``--host`` when the address cannot be taken."""
+    def __init__(self, config: RouterConfig, app: RouterApp, listener: socket.socket | None = None) -> None:
+        """``listener``: a socket of ``listen`` that other processes share. Raises as ``listen`` does, and
+        ``ConfigError`` naming ``--ssl-certfile`` when it cannot be used.
+        """
         self._config = config
         self._app = app
-        self._socket = _listen(config.host, config.port)
-        self.port: int = self._socket.getsockname()[1]
-        """The port in use, also where the configuration left it to the system."""
-        self._server = _Server(_uvicorn_config(config, app))
+        settings = _uvicorn_config(config, app)
+        self._socket = listener if listener is not None else listen(config)
+        self._owns_socket_file = listener is None
+        self.url: str = url_of(config, self._socket)
+        self._server = _Server(settings)
+
+    @property
+    def port(self) -> int:
+        """The TCP port in use, also where the configuration left it to the system; 0 on a Unix socket."""
+        return 0 if self._config.uds is not None else int(self._socket.getsockname()[1])
 
     async def serve(self) -> None:
         """Serve until ``stop``; returns when the drain is over."""
-        await self._server.serve(sockets=[self._socket])
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            if self._config.uds is not None and self._owns_socket_file:
+                self._config.uds.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Begin the drain. Idempotent; call on the event loop."""
@@ -56,9 +70,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def build_server(config: RouterConfig, app: RouterApp) -> HttpServer:
+def build_server(config: RouterConfig, app: RouterApp, listener: socket.socket | None = None) -> HttpServer:
     """The server of one router process, listening already."""
-    return HttpServer(config, app)
+    return HttpServer(config, app, listener)
 
 
 def _uvicorn_config(config: RouterConfig, app: RouterApp) -> ProtocolConfig:
@@ -75,13 +89,56 @@ def _uvicorn_config(config: RouterConfig, app: RouterApp) -> ProtocolConfig:
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         timeout_graceful_shutdown=int(config.drain_timeout_s + _CLOSING_S) + 1,
     )
     settings.max_header_bytes = config.max_header_bytes
+    try:
+        settings.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}: {error}", param="--ssl-certfile") from error
     return settings
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def url_of(config: RouterConfig, listener: socket.socket) -> str:
+    """Where clients find the server."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}+unix://{config.uds}"
+    return f"{scheme}://{bracketed(config.advertise_host or config.host)}:{listener.getsockname()[1]}"
+
+
+def listen(config: RouterConfig) -> socket.socket:
+    """The listening socket; raises ``ConfigError`` naming ``--port``, ``--host`` or ``--uds`` when it cannot be had."""
+    return _listen_tcp(config.host, config.port) if config.uds is None else _listen_unix(config.uds)
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """A socket file that a dead process left is replaced; one that somebody answers on is not."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--uds {path}: cannot be taken: {error.strerror or error}", param="--uds") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Without SO_REUSEPORT: a second router must not silently share the traffic."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

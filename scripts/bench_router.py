@@ -5,9 +5,9 @@ core to itself where there is more than one; the mock workers and the client sha
 process's own, all threads, read from /proc around each round. Rounds of all contestants are interleaved and every
 figure is the median of its rounds: believe ratios, absolute figures move with the machine's mood.
 
-With ``--peer sglang-router`` the same load goes to that router in PD mode in the same run. It is given HTTP workers that
-send one event a token; it neither tokenises nor detokenises, twopool does both. ``events_per_token`` under 1 says that
-chunks were merged, which both do when they fall behind, and does so most where steps take no time.
+With ``--peer sglang-router`` the same load goes to that router in PD mode in the same run. It is given HTTP workers
+that send one event a token; it neither tokenises nor detokenises, twopool does both. ``events_per_token`` under 1 says
+that chunks were merged, as happens to whoever falls behind, most of all where steps take no time.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _CACHE = Path.home() / ".cache" / "twopool" / "bench"
 
 @dataclass(frozen=True)
 class Case:
-    """``num_streams`` at once, ``max_tokens`` an answer, one token each every ``step_ms``; ``num_requests`` in a round."""
+    """``num_streams`` at once, ``max_tokens`` an answer, a token each every ``step_ms``; ``num_requests`` a round."""
 
     num_streams: int
     step_ms: float

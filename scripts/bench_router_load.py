@@ -10,8 +10,8 @@ from typing import Any, cast
 import uvloop
 
 _PROMPT = (
-    "You are a careful engineer. Explain, step by step and with one example each, how a scheduler decides which of many "
-    "waiting requests to run next, what it does when memory is short, and how it keeps the latency of each one bounded."
+    "You are a careful engineer. Explain, step by step and with one example each, how a scheduler decides which of "
+    "many waiting requests to run next, what it does when memory is short, and how it keeps everyone's latency bounded."
 )
 _END = b"0\r\n\r\n"
 

@@ -140,12 +140,9 @@ class MockConnection(asyncio.Protocol):
 async def _serve(texts: list[str]) -> None:
     loop = asyncio.get_running_loop()
     servers = MockServers(texts)
-    listening = [
-        await loop.create_server(
-            lambda is_decode=is_decode: MockConnection(servers, is_decode=is_decode), "127.0.0.1", 0
-        )  # type: ignore[misc]
-        for is_decode in (False, True)
-    ]
+    prefill = await loop.create_server(lambda: MockConnection(servers, is_decode=False), "127.0.0.1", 0)
+    decode = await loop.create_server(lambda: MockConnection(servers, is_decode=True), "127.0.0.1", 0)
+    listening = (prefill, decode)
     print(json.dumps([server.sockets[0].getsockname()[1] for server in listening]), flush=True)
     stepping = asyncio.ensure_future(servers.run())
     try:

@@ -7,6 +7,7 @@ SIGINT or SIGTERM: the router drains with its workers still there, then the work
 
 import argparse
 import asyncio
+import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,10 +119,15 @@ async def _until_ready(url: str, view: StatusView) -> None:
 async def _http_status(url: str, path: str) -> int | None:
     """The status of one GET, past any proxy the environment names; None when there is no answer."""
     parts = urlsplit(url)
+    # Our own child on this machine: its certificate names the host that clients use, not the address asked here.
+    tls = _unverified() if parts.scheme.startswith("https") else None
     writer = None
     try:
         async with asyncio.timeout(_READY_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            if parts.scheme.endswith("+unix"):
+                reader, writer = await asyncio.open_unix_connection(parts.path, ssl=tls)
+            else:
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls)
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
             answer = await reader.read(_MAX_ANSWER_BYTES)
         return int(answer.split(b" ", 2)[1])
@@ -130,6 +136,13 @@ async def _http_status(url: str, path: str) -> int | None:
     finally:
         if writer is not None:
             writer.close()
+
+
+def _unverified() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 @contextmanager
@@ -154,6 +167,8 @@ def _router_first(children: Sequence[Child]) -> list[list[Child]]:
 
 def _client_url(http: str) -> str:
     parts = urlsplit(http)
+    if parts.scheme.endswith("+unix"):
+        return http
     host, _, port = reachable(f"{bracketed(parts.hostname or '')}:{parts.port}").rpartition(":")
     return f"{parts.scheme}://{host}:{port}"
 

@@ -71,8 +71,9 @@ class UpPlan:
     drain_timeout_s: float
 
     def worker_spec(self, worker: WorkerPlan, control: str) -> ChildSpec:
-        """The worker's command line, given the control address that the router printed."""
-        argv = [*self.launcher, worker.role, *worker.flags, f"--router={reachable(control)}", *_tied_to_us()]
+        """The worker's command line, given the control addresses that the router printed."""
+        controls = ",".join(reachable(address) for address in control.split(","))
+        argv = [*self.launcher, worker.role, *worker.flags, f"--router={controls}", *_tied_to_us()]
         if worker.share is not None and worker.share.cpus is not None:
             argv.append("--cpus=" + ",".join(map(str, worker.share.cpus)))
         return ChildSpec(name=worker.name, argv=tuple(argv))
