@@ -81,9 +81,7 @@ class Decoder:
         return cls(config, weights, weights_fingerprint=files.fingerprint(list(expected)))
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits.
 
         on_layer: called with n once the K and V of the first n layers are written; see `reports_layers`.

@@ -39,12 +39,9 @@ class HttpServer:
         self._socket = listener if listener is not None else listen(config)
         self._owns_socket_file = listener is None
         self.url: str = url_of(config, self._socket)
-        self._server = _Server(settings)
-
-    @property
-    def port(self) -> int:
+        self.port: int = 0 if config.uds is not None else self._socket.getsockname()[1]
         """The TCP port in use, also where the configuration left it to the system; 0 on a Unix socket."""
-        return 0 if self._config.uds is not None else int(self._socket.getsockname()[1])
+        self._server = _Server(settings)
 
     async def serve(self) -> None:
         """Serve until ``stop``; returns when the drain is over."""

@@ -81,7 +81,7 @@ def step(make_step: Callable[..., NativeStep]) -> NativeStep:
     return made
 
 
-def _arguments() -> dict[str, Tensor]:
+def _arguments() -> dict[str, Any]:
     """Two sequences: three new tokens, and one after 16 cached ones."""
     return {
         "token_ids": torch.tensor([1, 2, 3, 4]),
