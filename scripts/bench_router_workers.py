@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from twopool.engine.router_link import RequestMessage, RouterLinks
-from twopool.protocol.ids import Epoch, RequestId, RouterId, WorkerId, new_epoch
+from twopool.protocol.ids import ChoiceIndex, Epoch, RequestId, RouterId, WorkerId, new_epoch
 from twopool.protocol.messages import (
     PROTOCOL_VERSION,
     BlockCounts,
@@ -48,6 +48,7 @@ class _Running:
     def __init__(self, router_id: RouterId, request: Generate) -> None:
         self.router_id = router_id
         self.request = request
+        self.choices = [state.choice for state in request.choices]
         self.index = 0
 
 
@@ -69,8 +70,12 @@ class MockDecode:
                 self._prefill.first_token(router_id, message)
                 self._running[message.request_id] = _Running(router_id, message)
                 self._has_work.set()
-            case Cancel() | CancelChoice():
+            case Cancel():
                 self._running.pop(message.request_id, None)
+            case CancelChoice():
+                running = self._running.get(message.request_id)
+                if running is not None and message.choice in running.choices:
+                    running.choices.remove(message.choice)
             case ResendFrom():
                 raise RuntimeError("the router misses tokens that this process sent")
 
@@ -103,10 +108,10 @@ class MockDecode:
         for request_id, running in self._running.items():
             out = deltas[running.router_id]
             if running.index == 0:
-                out.append(self._delta(running, handover=_HANDOVER))
+                out += self._deltas(running, handover=_HANDOVER)
                 running.index = 1
             if running.index < running.request.sampling.max_tokens:
-                out.append(self._delta(running))
+                out += self._deltas(running)
                 running.index += 1
             if running.index >= running.request.sampling.max_tokens:
                 over.append(request_id)
@@ -116,8 +121,9 @@ class MockDecode:
             for router_id, batch in deltas.items():
                 self.links.send(router_id, Tokens(tuple(batch)))
 
-    def _delta(self, running: _Running, handover: HandoverReport | None = None) -> TokenDelta:
-        return token_delta(running.request, running.index, self._answer, handover=handover)
+    def _deltas(self, running: _Running, handover: HandoverReport | None = None) -> list[TokenDelta]:
+        request, index = running.request, running.index
+        return [token_delta(request, choice, index, self._answer, handover=handover) for choice in running.choices]
 
 
 class MockPrefill:
@@ -130,7 +136,9 @@ class MockPrefill:
     def first_token(self, router_id: RouterId, request: Generate) -> None:
         report = PrefillReport(worker_id=WorkerId("prefill-0"), cached_tokens=0, queue_s=0.0, compute_s=0.0)
         if self.links is not None:
-            self.links.send(router_id, Tokens((token_delta(request, 0, self._answer, prefill=report),)))
+            choices = [state.choice for state in request.choices]
+            deltas = [token_delta(request, choice, 0, self._answer, prefill=report) for choice in choices]
+            self.links.send(router_id, Tokens(tuple(deltas)))
 
     def on_request_message(self, router_id: RouterId, message: RequestMessage) -> None:
         """A cancelled prefill is over already."""
@@ -142,6 +150,7 @@ class MockPrefill:
 
 def token_delta(
     request: Generate,
+    choice: ChoiceIndex,
     index: int,
     answer_ids: list[int],
     *,
@@ -152,7 +161,7 @@ def token_delta(
     return TokenDelta(
         request_id=request.request_id,
         attempt=request.attempt,
-        choice=request.choices[0].choice,
+        choice=choice,
         index=index,
         token_ids=(answer_ids[index % len(answer_ids)],),
         finish_reason="length" if index + 1 >= request.sampling.max_tokens else None,
