@@ -113,15 +113,10 @@ async def _serve(config: RouterConfig, model: ModelInfo, share: Share | None) ->
         app = RouterApp(config, dispatcher, model, registry=registry, api_keys=keys, metrics_page=page)
         server = build_server(config, app, None if share is None else share.listener)
         loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            dispatcher.drain()
-            server.stop()
-
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+            loop.add_signal_handler(number, server.stop)
         if share is not None:
-            loop.add_reader(share.parent_fd, _parent_gone, share.parent_fd, stop)
+            loop.add_reader(share.parent_fd, _parent_gone, share.parent_fd, server.stop)
         if metrics is not None:
             await metrics.start()
         dispatcher.start()

@@ -56,6 +56,10 @@ class HttpServer:
         if self._server.should_exit:
             return
         self._server.should_exit = True
+        # uvicorn looks at its flag ten times a second. What it accepted meanwhile would be refused although a process
+        # beside this one could have taken it.
+        for server in self._server.servers:
+            server.close()
         error = UnavailableError("the server is shutting down")
         asyncio.get_running_loop().call_later(self._config.drain_timeout_s, self._app.fail_open, error)
 
