@@ -52,6 +52,30 @@ class TokenEntry:
 class ChoiceStream:
     """Takes accepted tokens, gives text that is certain."""
 
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_is_empty",
+        "_matcher",
+        "_message",
+        "_message_is_over",
+        "_new_ids",
+        "_num_decoded",
+        "_num_prefix",
+        "_num_shown",
+        "_options",
+        "_plain",
+        "_push_id",
+        "_ready",
+        "_table",
+        "finish_reason",
+        "num_tokens",
+        "prompt_ids",
+        "prompt_scores",
+        "prompt_top",
+        "stop_reason",
+    )
+
     def __init__(
         self,
         table: TokenTable,
@@ -96,9 +120,12 @@ class ChoiceStream:
             return False
         ids = delta.token_ids
         if self._plain and delta.finish_reason is None:
-            for token_id in ids:
-                self._ready.append(self._push_id(token_id))
-            self.num_tokens += len(ids)
+            if len(ids) == 1:
+                self._ready.append(self._push_id(ids[0]))
+                self.num_tokens += 1
+            else:
+                self._ready += map(self._push_id, ids)
+                self.num_tokens += len(ids)
             if self.prompt_ids is not None:
                 self._new_ids.extend(ids)
             return False

@@ -35,6 +35,7 @@ def test_rows(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "columns"),
     [
@@ -56,6 +57,7 @@ def test_other_commands(command: tuple[str, ...], columns: set[str], tmp_path: P
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_serve_and_connect(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
