@@ -84,6 +84,34 @@ class _FdReader:
         self.check()
 
 
+class _MonitoredReader:
+    """Reads a socket and its monitor until it closes both."""
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        monitor: "zmq.Socket[bytes]",
+        read_one: Callable[[], None],
+        read_event: Callable[[], None],
+    ) -> None:
+        self._socket = socket
+        self._monitor = monitor
+        self._reader = _FdReader(socket, read_one)
+        self._monitor_reader = _FdReader(monitor, read_event)
+
+    def check(self) -> None:
+        """Look for messages again: after a send, see ``_FdReader``."""
+        self._reader.check()
+
+    def close(self, *, linger_ms: int) -> None:
+        self._reader.close()
+        self._monitor_reader.close()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger_ms)
+
+
 class ServerSocket:
     """A bound ROUTER socket. Must be created and used on a running event loop's thread.
 
@@ -109,8 +137,7 @@ class ServerSocket:
         self._peers: set[bytes] = set()
         self.port = _bind(self._socket, host, port, port_flag)
         self._monitor = self._socket.get_monitor_socket(int(zmq.Event.DISCONNECTED))
-        self._reader = _FdReader(self._socket, self._read_one)
-        self._monitor_reader = _FdReader(self._monitor, self._read_event)
+        self._reading = _MonitoredReader(self._socket, self._monitor, self._read_one, self._read_event)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
         """Queue a message; ``False`` when the peer is gone or does not read what it is sent."""
@@ -119,17 +146,12 @@ class ServerSocket:
         except zmq.ZMQError as error:
             logger.debug("send to peer %s failed: %s", peer.hex(), error)
             return False
-        self._reader.check()
+        self._reading.check()
         return True
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Idempotent; messages already queued get ``linger_ms`` to leave."""
-        self._reader.close()
-        self._monitor_reader.close()
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=linger_ms)
+        self._reading.close(linger_ms=linger_ms)
 
     def _read_one(self) -> None:
         peer = self._socket.recv(zmq.NOBLOCK)
@@ -193,8 +215,7 @@ class ClientSocket:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._monitor = self._socket.get_monitor_socket(int(zmq.Event.HANDSHAKE_SUCCEEDED | _LOST_EVENTS))
         self._socket.connect(address)
-        self._reader = _FdReader(self._socket, self._read_one)
-        self._monitor_reader = _FdReader(self._monitor, self._read_event)
+        self._reading = _MonitoredReader(self._socket, self._monitor, self._read_one, self._read_event)
 
     @property
     def closed(self) -> bool:
@@ -207,17 +228,12 @@ class ClientSocket:
         except zmq.ZMQError as error:
             logger.debug("send to %s failed: %s", self.address, error)
             return False
-        self._reader.check()
+        self._reading.check()
         return True
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Idempotent; messages already queued get ``linger_ms`` to leave."""
-        self._reader.close()
-        self._monitor_reader.close()
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=linger_ms)
+        self._reading.close(linger_ms=linger_ms)
 
     def _read_one(self) -> None:
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
