@@ -27,7 +27,7 @@ from twopool.protocol.errors import (
 )
 from twopool.protocol.ids import Attempt, ChoiceIndex, WorkerId
 from twopool.protocol.messages import ChoiceState, ErrorInfo, Generate, PeerRef, TokenDelta, pack_ids
-from twopool.router.interface import RoutedRequest, TokenSink
+from twopool.router.interface import RoutedRequest, TokenLane, TokenSink
 from twopool.router.pairing import Need, Pairing, Reservation
 from twopool.router.registry import Worker
 from twopool.router.timings import Grant
@@ -42,12 +42,15 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ChoiceProgress:
-    """One choice: the output ids accepted so far (int32) and, while tokens are missing, since when."""
+    """One choice: the output ids accepted so far (int32), where single tokens go, and, while some are missing, since
+    when.
+    """
 
     index: ChoiceIndex
     output_ids: "array[int]" = field(default_factory=lambda: array("i"))
     ended: bool = False
     gap: "Gap | None" = None
+    lane: TokenLane | None = None
 
 
 @dataclass(slots=True)
@@ -172,6 +175,9 @@ class EarlySink:
 
     def on_tokens(self, delta: TokenDelta) -> None:
         raise RuntimeError("a control socket must not deliver messages from within send")
+
+    def lane(self, choice: ChoiceIndex) -> None:
+        """There are no tokens yet."""
 
     def on_granted(self, grant: Grant) -> None:
         self.grants.append(grant)

@@ -14,8 +14,10 @@ the tokenizer's decoder does. Ids the tokenizer does not know (vocabulary paddin
 import codecs
 import json
 import re
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -34,6 +36,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often empty."""
+
+    def push_json(self, token_ids: list[int]) -> bytes:
+        """As ``push`` of each, as the inside of a JSON string. ``piece`` is of no use afterwards."""
 
     def finish(self) -> str:
         """The text still held back; nothing may be pushed afterwards."""
@@ -54,8 +59,10 @@ class TokenTable:
         self.pieces: list[bytes] = [self._piece(token_id, name) for token_id, name in enumerate(names)]
         self.texts: list[str | None] = [_whole_text(piece) for piece in self.pieces]
         hidden = self._special_ids
-        self._visible_pieces = [b"" if i in hidden else piece for i, piece in enumerate(self.pieces)]
-        self._visible_texts = ["" if i in hidden else text for i, text in enumerate(self.texts)]
+        visible_pieces = [b"" if i in hidden else piece for i, piece in enumerate(self.pieces)]
+        visible_texts = ["" if i in hidden else text for i, text in enumerate(self.texts)]
+        self._all = ByteTable.of(self.pieces, self.texts)
+        self._visible = ByteTable.of(visible_pieces, visible_texts)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -89,9 +96,7 @@ class TokenTable:
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A detokenizer for one sequence."""
         if self._byte_level:
-            if skip_special_tokens:
-                return ByteLevelDetokenizer(self._visible_pieces, self._visible_texts)
-            return ByteLevelDetokenizer(self.pieces, self.texts)
+            return ByteLevelDetokenizer(self._visible if skip_special_tokens else self._all)
         return WindowDetokenizer(self._tokenizer, self, skip_special_tokens=skip_special_tokens)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -111,17 +116,28 @@ class TokenTable:
         return name.replace("\u2581", " ").encode()
 
 
+@dataclass(frozen=True, slots=True)
+class ByteTable:
+    """By token id: its bytes, and where they are whole UTF-8 on their own, their text and that text in JSON."""
+
+    pieces: list[bytes]
+    texts: list[str | None]
+    jsons: list[bytes | None]
+
+    @classmethod
+    def of(cls, pieces: list[bytes], texts: list[str | None]) -> "ByteTable":
+        return cls(pieces, texts, [None if text is None else json_inside(text) for text in texts])
+
+
 class ByteLevelDetokenizer:
-    """Byte-level BPE: every token is a run of bytes, whatever stands beside it.
+    """Byte-level BPE: every token is a run of bytes, whatever stands beside it."""
 
-    ``pieces[id]`` are a token's bytes, ``texts[id]`` their text where they are whole UTF-8 on their own.
-    """
+    __slots__ = ("_jsons", "_pending", "_pieces", "_texts", "piece")
 
-    __slots__ = ("_pending", "_pieces", "_texts", "piece")
-
-    def __init__(self, pieces: list[bytes], texts: list[str | None]) -> None:
-        self._pieces = pieces
-        self._texts = texts
+    def __init__(self, table: ByteTable) -> None:
+        self._pieces = table.pieces
+        self._texts = table.texts
+        self._jsons = table.jsons
         self._pending = b""
         self.piece = b""
 
@@ -142,6 +158,13 @@ class ByteLevelDetokenizer:
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[consumed:]
         return text
+
+    def push_json(self, token_ids: list[int]) -> bytes:
+        if len(token_ids) == 1 and not self._pending and token_ids[0] < len(self._jsons):
+            known = self._jsons[token_ids[0]]
+            if known is not None:
+                return known
+        return json_inside("".join([self.push(token_id) for token_id in token_ids]))
 
     def finish(self) -> str:
         text = self._pending.decode("utf-8", "replace")
@@ -193,6 +216,9 @@ class WindowDetokenizer:
             return ""
         return self._give(after)
 
+    def push_json(self, token_ids: list[int]) -> bytes:
+        return json_inside("".join([self.push(token_id) for token_id in token_ids]))
+
     def finish(self) -> str:
         return self._give(self._window_text())
 
@@ -215,6 +241,11 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def json_inside(text: str) -> bytes:
+    """``text`` as JSON without the quotes around it."""
+    return msgspec.json.encode(text)[1:-1]
 
 
 def _added_text(before: str, after: str) -> str:

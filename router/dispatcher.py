@@ -45,7 +45,7 @@ _FAULTS_OF_REQUESTS = ("invalid_request", "context_length", "bad_logits")
 class DispatchTimings:
     """Periods in seconds. ``stall_s``: how long a connected worker may make no progress."""
 
-    tick_s: float = 0.02
+    tick_s: float = 0.05
     stall_s: float = 60.0
     stall_check_s: float = 1.0
 

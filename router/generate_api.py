@@ -121,7 +121,6 @@ class GenerateApi:
             include_usage=prepared.include_usage,
             include_timings=prepared.include_timings,
             continuous_usage=prepared.continuous_usage,
-            max_buffer_bytes=self._config.max_stream_buffer_bytes,
             last_bytes_timeout_s=self._config.drain_timeout_s,
         )
         await _run(generation, answer, connection, answer.first)
@@ -154,6 +153,9 @@ class _WholeAnswer:
 
     def on_progress(self, index: int) -> None:
         """Nothing to do before the end."""
+
+    def lane(self, index: int, on_taken: Callable[[int], None]) -> None:
+        """Nobody looks at the text before the end."""
 
     def on_completed(self) -> None:
         if not self.done.done():

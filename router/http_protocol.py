@@ -17,12 +17,14 @@ from twopool.protocol.errors import InvalidRequestError, TwopoolError
 from twopool.router.http_errors import HeadersTooLargeError, RequestTimeoutError, error_body
 
 _STATE_KEY = "twopool.connection"
+_HIGH_WATER_BYTES = 64 * 1024
 
 
 class ProtocolConfig(Config):
     """uvicorn's configuration and our limits; set right after construction."""
 
     max_header_bytes: int = 64 * 1024
+    max_write_buffer_bytes: int = 1024 * 1024
     request_read_timeout_s: float = 60.0
 
 
@@ -31,14 +33,14 @@ class ClientConnection:
 
     __slots__ = (
         "_cycle",
+        "_flow",
         "_lost",
         "_on_lost",
         "_protocol",
         "_transport",
-        "_write",
         "began_s",
-        "buffered_bytes",
         "header_error",
+        "write",
     )
 
     def __init__(self, protocol: "RouterHttpProtocol", cycle: RequestResponseCycle, began_s: float) -> None:
@@ -47,9 +49,9 @@ class ClientConnection:
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
-        self._write: Callable[[bytes], None] = protocol.transport.write
-        self.buffered_bytes: Callable[[], int] = protocol.transport.get_write_buffer_size
-        """Bytes written that the client's side has not taken yet."""
+        self._flow = protocol.flow
+        self.write: Callable[[bytes], None] = protocol.transport.write
+        """Bytes as they are, such as a whole chunk; otherwise as ``write_chunk``."""
         self._on_lost: Callable[[], None] | None = None
         self._lost: asyncio.Event = asyncio.Event()
         self.header_error: TwopoolError | None = None
@@ -70,16 +72,19 @@ class ClientConnection:
     def unwatch(self) -> None:
         self._on_lost = None
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client takes bytes more slowly than they come: more than ``max_write_buffer_bytes`` wait."""
+        return self._flow.write_paused and (
+            self._transport.get_write_buffer_size() > self._protocol.config.max_write_buffer_bytes
+        )
+
     def write_chunk(self, data: bytes) -> None:
         """One chunk of the chunked response whose head was sent through ASGI; not after ``on_lost`` was called.
 
-        Never blocks: see ``buffered_bytes``.
+        Never blocks: see ``is_behind``.
         """
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def write_parts(self, num_bytes: int, start: bytes, middle: bytes, end: bytes) -> None:
-        """``write_chunk`` of ``num_bytes`` in three pieces, without joining them first."""
-        self._write(b"%x\r\n%b%b%b\r\n" % (num_bytes, start, middle, end))
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def abort(self) -> None:
         """Drop the connection and what it has buffered."""
@@ -131,6 +136,8 @@ class RouterHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Where ``flow.write_paused`` begins: asking for it costs less than asking the transport for its buffer's size.
+        transport.set_write_buffer_limits(high=min(_HIGH_WATER_BYTES, self.config.max_write_buffer_bytes))
         # A connection that never sends a request is as idle as one between requests.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 

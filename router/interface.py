@@ -31,6 +31,19 @@ class RoutedRequest:
     arrived_s: float
 
 
+class TokenLane(Protocol):
+    """The short way of nearly every token: one more of a choice, in order, and nothing that comes with it.
+
+    Such a token may be appended to ``ids`` in place of a call of ``TokenSink.on_tokens``, with ``wake`` called when
+    ``ids`` was empty. Both ways can be mixed: whoever takes the other one first takes what is in ``ids``.
+    """
+
+    ids: list[int]
+
+    def wake(self) -> None:
+        """The first of ``ids`` has come."""
+
+
 class TokenSink(Protocol):
     """Receives what becomes of one ``RoutedRequest``."""
 
@@ -39,6 +52,9 @@ class TokenSink(Protocol):
 
         ``delta.finish_reason`` ends the choice. ``delta.prefill`` and ``delta.handover`` ride at most once.
         """
+
+    def lane(self, choice: ChoiceIndex) -> TokenLane | None:
+        """The short way for the next tokens of ``choice``, where there is one; good until the request is over."""
 
     def on_granted(self, grant: Grant) -> None:
         """An attempt is on its way to its workers; once for each attempt, before its tokens."""

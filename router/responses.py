@@ -169,8 +169,10 @@ class EventWriter:
         return self._start + choice + b'"logprobs":null,"finish_reason":null}]' + self._end(usage)
 
     def plain_parts(self, index: int) -> tuple[bytes, bytes]:
-        """What stands around the text's JSON in an event of new text and nothing else: nearly every token's."""
-        return self._text_start(index), self._plain_end
+        """What stands around the inside of the text's JSON string in an event of new text and nothing else: nearly
+        every token's.
+        """
+        return self._text_start(index) + b'"', b'"' + self._plain_end
 
     def text(
         self, index: int, text: str, entries: list[TokenEntry], token_ids: list[int] | None, usage: Usage | None

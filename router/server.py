@@ -95,6 +95,7 @@ def _uvicorn_config(config: RouterConfig, app: RouterApp) -> ProtocolConfig:
         timeout_graceful_shutdown=int(config.drain_timeout_s + _CLOSING_S) + 1,
     )
     settings.max_header_bytes = config.max_header_bytes
+    settings.max_write_buffer_bytes = config.max_stream_buffer_bytes
     try:
         settings.load()
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

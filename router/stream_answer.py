@@ -10,8 +10,8 @@ Before the first token nothing is sent, so an early failure still has its own HT
 """
 
 import asyncio
+from collections.abc import Callable
 
-from msgspec.json import encode as json_encode
 from starlette.types import Receive, Scope, Send
 
 from twopool.protocol.errors import TwopoolError
@@ -20,6 +20,7 @@ from twopool.router.detokenizer import TokenTable
 from twopool.router.generation import Generation
 from twopool.router.http_errors import error_body
 from twopool.router.http_protocol import ClientConnection
+from twopool.router.interface import TokenLane
 from twopool.router.responses import DONE_EVENT, AnswerHead, EventWriter, Usage, error_event
 from twopool.router.timings import timing_headers
 
@@ -28,6 +29,10 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+_CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(2048))
+"""What stands before a chunk of so many bytes."""
 
 
 class WriteBatcher:
@@ -73,13 +78,15 @@ class StreamAnswer:
         "_is_over",
         "_is_plain",
         "_last_bytes_timeout_s",
-        "_max_buffer_bytes",
+        "_on_taken",
         "_sole",
         "_sole_end",
+        "_sole_num_bytes",
         "_sole_start",
         "_started",
         "_writer",
         "first",
+        "ids",
     )
 
     def __init__(
@@ -93,7 +100,6 @@ class StreamAnswer:
         include_usage: bool,
         include_timings: bool,
         continuous_usage: bool,
-        max_buffer_bytes: int,
         last_bytes_timeout_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -105,7 +111,6 @@ class StreamAnswer:
         self._include_usage = include_usage
         self._include_timings = include_timings
         self._continuous_usage = continuous_usage
-        self._max_buffer_bytes = max_buffer_bytes
         self._last_bytes_timeout_s = last_bytes_timeout_s
         carries_ids = any(choice.prompt_ids is not None for choice in generation.choices)
         has_parts = any(choice.has_parts for choice in generation.choices)
@@ -115,6 +120,10 @@ class StreamAnswer:
         self._started: set[int] = set()
         self._sole: ChoiceStream | None = None  # the only choice of a plain answer, once it has its first event
         self._sole_start = self._sole_end = b""
+        self._sole_num_bytes = 0
+        self._on_taken: Callable[[int], None] | None = None
+        self.ids: list[int] = []
+        """The sole choice's ``waiting_ids``: this is the ``TokenLane`` of that choice."""
         self._is_marked = False
         self._is_open = False
         self._error: TwopoolError | None = None
@@ -134,6 +143,20 @@ class StreamAnswer:
         self._dirty[index] = None
         if not self._is_open and not self.first.done():
             self.first.set_result(None)
+
+    def lane(self, index: int, on_taken: Callable[[int], None]) -> TokenLane | None:
+        if self._sole is None:
+            return None
+        self._on_taken = on_taken
+        return self
+
+    def wake(self) -> None:
+        """The first of ``ids`` has come."""
+        if self._sole is None:
+            self.on_progress(0)
+        elif not self._is_marked:
+            self._is_marked = True
+            self._batcher.mark(self)
 
     def on_completed(self) -> None:
         self._is_completed = True
@@ -181,7 +204,7 @@ class StreamAnswer:
         if self._is_over:
             return
         connection = self._connection
-        if connection.buffered_bytes() > self._max_buffer_bytes:
+        if connection.is_behind:
             self._generation.cancel("slow_reader")
             connection.abort()
             self._end(whole=False)
@@ -191,9 +214,13 @@ class StreamAnswer:
             self._is_marked = False
             if sole.finish_reason is None:
                 # The way of nearly every token: new text of one choice and nothing else.
-                if text := sole.take_text():
-                    data, start, end = json_encode(text), self._sole_start, self._sole_end
-                    connection.write_parts(len(start) + len(data) + len(end), start, data, end)
+                ids = self.ids
+                if ids and self._on_taken is not None:
+                    self._on_taken(len(ids))
+                if data := sole.take_json():
+                    size = self._sole_num_bytes + len(data)
+                    head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+                    connection.write(b"".join((head, self._sole_start, data, self._sole_end)))
                 return
             self._leave_short_way()
         self._flush_events()
@@ -221,7 +248,9 @@ class StreamAnswer:
         choices = self._generation.choices
         if self._is_plain and len(choices) == 1 and self._started and choices[0].finish_reason is None:
             self._sole = choices[0]
-            self._sole_start, self._sole_end = self._writer.plain_parts(0)
+            start, end = self._writer.plain_parts(0)
+            self._sole_start, self._sole_end, self._sole_num_bytes = start, end + b"\r\n", len(start) + len(end)
+            self.ids = choices[0].waiting_ids
         if self._error is not None or self._is_completed:
             self._end(whole=self._error is None)
 

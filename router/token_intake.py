@@ -90,16 +90,26 @@ class TokenIntake:
                     continue
                 delta, token_ids = new, new.token_ids
                 is_single = len(token_ids) == 1
+            has_reports = delta.prefill is not None or delta.handover is not None
             if is_single:
                 output_ids.append(token_ids[0])
+                lane = choice.lane
+                if lane is not None and delta.finish_reason is None and not has_reports:
+                    ids = lane.ids
+                    ids.append(token_ids[0])
+                    if len(ids) == 1:
+                        lane.wake()
+                    continue
             else:
                 output_ids.extend(token_ids)
-            if delta.prefill is not None or delta.handover is not None:
+            if has_reports:
                 delta = self._take_reports(flight, delta)
             is_last = delta.finish_reason is not None and self._end_choice(flight, choice)
             ended |= is_last
             try:
                 flight.sink.on_tokens(delta)
+                if choice.lane is None and not choice.ended:
+                    choice.lane = flight.sink.lane(choice.index)
             except Exception:
                 # One request's consumer must not keep the others in this message from their tokens.
                 logger.exception("the sink failed", extra={"request_id": delta.request_id})

@@ -97,15 +97,44 @@ class FakeSocket:
         return True
 
 
+class RecordingLane:
+    """The short way into one choice of a sink; told apart by ``num_taken``, and strict about ``wake``."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids: list[int] = []
+        self.num_taken = 0
+        self._taken = ids
+
+    def wake(self) -> None:
+        assert len(self.ids) == 1, "a wake without need"
+
+    def take(self) -> None:
+        self._taken.extend(self.ids)
+        self.num_taken += len(self.ids)
+        self.ids.clear()
+
+
 class RecordingSink:
     """Checks what every sink is promised and keeps what came."""
 
-    def __init__(self, num_choices: int) -> None:
-        self.output_ids: list[list[int]] = [[] for _ in range(num_choices)]
+    def __init__(self, num_choices: int, *, has_lanes: bool = False) -> None:
+        """With ``has_lanes`` single tokens may come the short way."""
+        self._output_ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self.lanes: list[RecordingLane | None] = [RecordingLane(ids) if has_lanes else None for ids in self._output_ids]
         self.finish_reasons: dict[int, FinishReason] = {}
         self.errors: list[TwopoolError] = []
         self.deltas: list[TokenDelta] = []
         self.grants: list[Grant] = []
+
+    @property
+    def output_ids(self) -> list[list[int]]:
+        for lane in self.lanes:
+            if lane is not None:
+                lane.take()
+        return self._output_ids
+
+    def lane(self, choice: ChoiceIndex) -> RecordingLane | None:
+        return self.lanes[choice]
 
     def on_granted(self, grant: Grant) -> None:
         assert not self.errors, "a grant after the end"
@@ -288,9 +317,9 @@ class MockCluster:
             arrived_s=self.clock(),
         )
 
-    def submit(self, **request: Any) -> tuple[RequestId, RecordingSink]:
+    def submit(self, *, has_lanes: bool = False, **request: Any) -> tuple[RequestId, RecordingSink]:
         routed = self.request(**request)
-        sink = RecordingSink(routed.sampling.n)
+        sink = RecordingSink(routed.sampling.n, has_lanes=has_lanes)
         self.dispatcher.submit(routed, sink)
         return routed.request_id, sink
 

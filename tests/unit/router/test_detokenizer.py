@@ -1,5 +1,6 @@
 """Incremental text equals the text of all ids at once, whatever the tokenizer."""
 
+import json
 import random
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def assert_incremental_equals_whole(tokenizer: Tokenizer, table: TokenTable, ids
 def test_any_ids(name: str, ids: list[int], skip: bool) -> None:
     """TOK-03, NUM-05: random ids, special ones and ids beyond the vocabulary among them."""
     assert_incremental_equals_whole(TOKENIZERS[name], TABLES[name], ids, skip)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=60, deadline=None)
+@given(groups=st.lists(st.lists(st.integers(0, 340), max_size=4), max_size=12), skip=st.booleans())
+def test_json_is_the_same_text(name: str, groups: list[list[int]], skip: bool) -> None:
+    """However many tokens come at once, and with ``push`` in between."""
+    table = TABLES[name]
+    parts, expected = table.detokenizer(skip_special_tokens=skip), table.detokenizer(skip_special_tokens=skip)
+    for number, ids in enumerate(groups):
+        text = "".join([expected.push(token_id) for token_id in ids])
+        if number % 3 == 2:
+            assert "".join([parts.push(token_id) for token_id in ids]) == text
+        else:
+            assert json.loads(b'"' + parts.push_json(ids) + b'"') == text
+        assert parts.num_pending_bytes == expected.num_pending_bytes
+    assert parts.finish() == expected.finish()
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 from twopool.protocol.errors import (
     WorkerFailedError,
 )
-from twopool.protocol.ids import ChoiceIndex, RequestId
+from twopool.protocol.ids import ChoiceIndex, RequestId, WorkerId
 from twopool.protocol.messages import (
     Cancel,
     CancelChoice,
@@ -138,6 +138,25 @@ def test_a_finish_on_a_repeat_counts(cluster: MockCluster) -> None:
     assert not sink.finish_reasons
     decode.tokens(granted, 0, 2, finish="length")
     assert sink.output_ids == [expected(request_id, 2)] and sink.finish_reasons == {0: "length"}
+
+
+def test_single_tokens_take_the_short_way_in_order(cluster: MockCluster) -> None:
+    """All that carries more than a token, the first and the last among them, goes the long one."""
+    prefill, decode = cluster.pair()
+    request_id, sink = cluster.submit(has_lanes=True)
+    granted = decode.take_generate()
+    prefill.tokens(
+        granted, 0, 1, prefill=PrefillReport(worker_id=WorkerId("p0"), cached_tokens=0, queue_s=0, compute_s=0)
+    )
+    decode.tokens(
+        granted, 0, 1, handover=HandoverReport(num_bytes=1, num_ranges=1, num_posts=1, transfer_s=0, exposed_s=0)
+    )
+    for start, stop in ((1, 2), (2, 3), (1, 3), (3, 5), (6, 7), (5, 6), (6, 7)):
+        decode.tokens(granted, start, stop)
+    decode.tokens(granted, 7, 8, finish="length")
+    assert sink.output_ids == [expected(request_id, 8)]
+    assert sink.lanes[0] is not None and sink.lanes[0].num_taken == 4
+    cluster.assert_idle()
 
 
 def test_choices_end_by_themselves(cluster: MockCluster) -> None:

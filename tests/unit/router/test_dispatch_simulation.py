@@ -232,7 +232,7 @@ class Simulation:
 
     def submit(self) -> None:
         request = self.cluster.request(n=self.rng.randint(1, 3), max_tokens=self.length)
-        sink = RecordingSink(request.sampling.n)
+        sink = RecordingSink(request.sampling.n, has_lanes=self.rng.random() < 0.5)
         try:
             self.cluster.dispatcher.submit(request, sink)
         except TwopoolError:
