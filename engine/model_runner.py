@@ -1,6 +1,7 @@
 """Runs a step's plan on the model."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -92,11 +93,13 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a decode and a prefill, so that the first request is as fast as the hundredth.
 
-        Writes the pool's first blocks: call it before any of them is in use.
+        Writes the pool's first blocks: call it before any of them is in use. Runs on a thread of its own: the native
+        step pins whoever calls it, and what the caller starts later would inherit that.
         """
         room = (self._kv_pool.shape[0] - 1) * self._block_size
-        for num_rows in WARM_UP_ROWS:
-            self.run(_warm_up_plan(min(num_rows, max(room, 1)), self._block_size))
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            for num_rows in WARM_UP_ROWS:
+                thread.submit(self.run, _warm_up_plan(min(num_rows, max(room, 1)), self._block_size)).result()
 
     def _marked(self, marks: tuple[int, ...]) -> Callable[[int], None]:
         """What the model calls after each layer's KV is written: passes the marked ones on."""
