@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import uvloop
 from rich.console import Console
@@ -28,22 +29,27 @@ from torch import Tensor
 
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
-from twopool.engine.kv_cache import TORCH_DTYPES, allocate_kv_pool
+from twopool.engine.kv_cache import TORCH_DTYPES
+from twopool.engine.loading import load_model
 from twopool.engine.model_runner import ModelRunner
 from twopool.engine.requests import AttemptKey, EngineRequest, StepOutput
 from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.step import ThreadExecutor
 from twopool.models.batch import ForwardBatch
 from twopool.models.decoder import Decoder
+from twopool.models.native_decoder import NativeDecoder
 from twopool.models.store import resolve_model
-from twopool.protocol.config import DTYPES, PrefillConfig
+from twopool.protocol.config import DTYPES, KERNEL_BACKENDS, PrefillConfig
 from twopool.protocol.errors import TwopoolError
-from twopool.protocol.geometry import KvDtype, KvGeometry
+from twopool.protocol.geometry import KvDtype
 from twopool.protocol.ids import Attempt, ChoiceIndex, new_epoch, new_request_id
 from twopool.protocol.messages import ChoiceState, SamplingParams
 
+Ids = npt.NDArray[np.int32]
+
 CONTEXT_TOKENS = 256
 BLOCK_SIZE = 16
+POOL_BYTES = 512 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=PrefillConfig.model, help="model name, folder, GGUF file or hub id")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES[1:], help="weights and KV cache, of both")
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0 takes the process's CPUs")
+    parser.add_argument("--kernel-backend", default="auto", choices=KERNEL_BACKENDS, help="what computes")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--quick", action="store_true", help="two rounds of the small cases, to see that it works")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -115,7 +122,7 @@ def _run(args: argparse.Namespace) -> list[Figure]:
         cases = [Case("prefill", 512), Case("prefill", 2048)]
         cases += [Case("decode", streams, 64) for streams in (1, 8, 32)]
     contestants: tuple[Contestant, Contestant] = (
-        EngineBench(folder, args.dtype),
+        EngineBench(folder, args.dtype, num_threads=args.threads, kernel_backend=args.kernel_backend),
         TransformersBench(folder, args.dtype),
     )
     measured: dict[tuple[str, int], list[Measured]] = defaultdict(list)
@@ -170,7 +177,7 @@ class Contestant(Protocol):
 class _TimedModel:
     """A decoder that adds up the time of its forward passes."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder | NativeDecoder) -> None:
         self._decoder = decoder
         self.device = decoder.device
         self.seconds = 0.0
@@ -185,21 +192,21 @@ class _TimedModel:
 class EngineBench:
     """The engine with the defaults of a worker, on a thread of its own as in a worker."""
 
-    def __init__(self, folder: Path, dtype: KvDtype) -> None:
-        decoder = Decoder.load(folder, dtype=TORCH_DTYPES[dtype], device=torch.device("cpu"))
-        shape = decoder.config
-        self._vocab_size = shape.vocab_size
-        self._geometry = KvGeometry(
-            num_blocks=32 * (CONTEXT_TOKENS + 128) // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            num_kv_heads_local=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+    def __init__(self, folder: Path, dtype: KvDtype, *, num_threads: int = 0, kernel_backend: str = "auto") -> None:
+        config = PrefillConfig(
             dtype=dtype,
+            device="cpu",
+            num_threads=num_threads,
+            kernel_backend=kernel_backend,
+            kv_cache_memory=POOL_BYTES,
         )
-        self._model = _TimedModel(decoder)
-        self._runner = ModelRunner(self._model, allocate_kv_pool(self._geometry, decoder.device))
+        loaded = load_model(config, folder)
+        self.backend = loaded.kernel_backend
+        self._vocab_size = loaded.decoder.config.vocab_size
+        self._num_blocks = loaded.geometry.num_blocks
+        self._model = _TimedModel(loaded.decoder)
+        self._runner = ModelRunner(self._model, loaded.kv_pool)
+        self._runner.warm_up()
         self._executor = ThreadExecutor(self._runner.run)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
@@ -208,19 +215,42 @@ class EngineBench:
         self._loop.close()
 
     def measure(self, case: Case, seed: int) -> Measured:
-        return self._loop.run(self._prefill(case, seed) if case.phase == "prefill" else self._decode(case, seed))
+        """Tokens and seconds of one case; the ids follow from ``seed``, see ``random_ids``."""
+        if case.phase == "prefill":
+            return self._loop.run(self._prefill(random_ids(case.size, seed, self._vocab_size)))[0]
+        seeds = range(seed * 1000, seed * 1000 + case.size)
+        prompts = [random_ids(CONTEXT_TOKENS, one, self._vocab_size) for one in seeds]
+        return self._loop.run(self._decode(prompts, case.num_steps))
 
-    async def _prefill(self, case: Case, seed: int) -> Measured:
+    def prefill_ids(self, prompt: list[int]) -> tuple[float, int]:
+        """Seconds to the first token of a prompt, and that token."""
+        measured, token = self._loop.run(self._prefill(np.array(prompt, dtype=np.int32)))
+        return measured.seconds, token
+
+    def decode_ids(self, prompts: list[list[int]], num_steps: int) -> tuple[int, float]:
+        """Tokens and seconds of ``num_steps`` steps in which all streams run."""
+        measured = self._loop.run(self._decode([np.array(prompt, dtype=np.int32) for prompt in prompts], num_steps))
+        return measured.num_tokens, measured.seconds
+
+    async def _prefill(self, prompt: Ids) -> tuple[Measured, int]:
         done = asyncio.Event()
-        engine, task = self._start(lambda output: done.set() if output.prefilled else None)
+        tokens: list[int] = []
+
+        def on_step(output: StepOutput) -> None:
+            for result in output.prefilled:
+                tokens.extend(result.deltas[0].token_ids)
+                done.set()
+
+        engine, task = self._start(on_step)
         model_s, start = self._model.seconds, time.perf_counter()
-        engine.submit(self._request(case.size, seed, prefill_only=True))
+        engine.submit(self._request(prompt, prefill_only=True))
         await done.wait()
         seconds = time.perf_counter() - start
         await _stop(engine, task, ())
-        return Measured(case.size, seconds, engine.stats.num_steps, self._model.seconds - model_s)
+        measured = Measured(len(prompt), seconds, engine.stats.num_steps, self._model.seconds - model_s)
+        return measured, tokens[0]
 
-    async def _decode(self, case: Case, seed: int) -> Measured:
+    async def _decode(self, prompts: list[Ids], num_steps: int) -> Measured:
         """From the step in which the last stream got its first token to the first that ends a stream."""
         counts: dict[AttemptKey, int] = {}
         marks: list[tuple[float, int, float, int]] = []
@@ -230,7 +260,7 @@ class EngineBench:
             for delta in output.deltas:
                 key = AttemptKey(delta.request_id, delta.attempt)
                 counts[key] = counts.get(key, 0) + 1
-            all_run = len(counts) == case.size
+            all_run = len(counts) == len(prompts)
             if (all_run and not marks) or (output.finished and len(marks) == 1):
                 marks.append((time.perf_counter(), sum(counts.values()), self._model.seconds, engine.stats.num_steps))
             if len(marks) == 2:
@@ -238,9 +268,10 @@ class EngineBench:
 
         engine, task = self._start(on_step)
         # Those prefilled first draw more tokens, so that all still run while it is measured.
-        chunks_ahead = -(-case.size * CONTEXT_TOKENS // PrefillConfig.max_num_batched_tokens) + 2
-        for stream in range(case.size):
-            engine.submit(self._request(CONTEXT_TOKENS, seed * 1000 + stream, num_tokens=case.num_steps + chunks_ahead))
+        num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        chunks_ahead = -(-num_prompt_tokens // PrefillConfig.max_num_batched_tokens) + 2
+        for prompt in prompts:
+            engine.submit(self._request(prompt, num_tokens=num_steps + chunks_ahead))
         await done.wait()
         await _stop(engine, task, counts)
         (start, tokens, model_s, steps), (end, end_tokens, end_model_s, end_steps) = marks
@@ -249,7 +280,7 @@ class EngineBench:
     def _start(self, on_step: Callable[[StepOutput], None]) -> tuple[Engine, "asyncio.Task[None]"]:
         defaults = PrefillConfig()
         engine = Engine(
-            pool=BlockPool(self._geometry.num_blocks, BLOCK_SIZE, epoch=new_epoch(), prefix_caching=False),
+            pool=BlockPool(self._num_blocks, BLOCK_SIZE, epoch=new_epoch(), prefix_caching=False),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=defaults.max_num_seqs,
                 max_num_batched_tokens=defaults.max_num_batched_tokens,
@@ -262,10 +293,10 @@ class EngineBench:
         )
         return engine, asyncio.create_task(engine.run())
 
-    def _request(self, length: int, seed: int, *, num_tokens: int = 1, prefill_only: bool = False) -> EngineRequest:
+    def _request(self, prompt: Ids, *, num_tokens: int = 1, prefill_only: bool = False) -> EngineRequest:
         return EngineRequest(
             key=AttemptKey(new_request_id(), Attempt(0)),
-            prompt_ids=_random_ids(length, seed, self._vocab_size),
+            prompt_ids=prompt,
             choices=(ChoiceState(ChoiceIndex(0)),),
             sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=num_tokens),
             prefill_only=prefill_only,
@@ -293,7 +324,7 @@ class TransformersBench:
         return Measured(case.size * case.num_steps, seconds, case.num_steps)
 
     def _generate_s(self, streams: int, length: int, num_tokens: int, seed: int) -> float:
-        rows = [_random_ids(length, seed * 1000 + stream, self._vocab_size) for stream in range(streams)]
+        rows = [random_ids(length, seed * 1000 + stream, self._vocab_size) for stream in range(streams)]
         ids = torch.from_numpy(np.stack(rows)).long()
         start = time.perf_counter()
         with torch.inference_mode():
@@ -308,7 +339,8 @@ class TransformersBench:
         return time.perf_counter() - start
 
 
-def _random_ids(length: int, seed: int, vocab_size: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+def random_ids(length: int, seed: int, vocab_size: int) -> Ids:
+    """[length] int32 ids of a prompt: the same for every contestant."""
     return np.random.default_rng(seed).integers(0, vocab_size, length, dtype=np.int32)
 
 
