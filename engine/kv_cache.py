@@ -20,15 +20,16 @@ _pools: Final[list[Tensor]] = []
 this process (TCP) or the read, so a pool that was handed out is never unmapped."""
 
 
-def allocate_kv_pool(geometry: KvGeometry, device: torch.device) -> Tensor:
+def allocate_kv_pool(geometry: KvGeometry, device: torch.device, *, shared: bool = False) -> Tensor:
     """The zeroed pool, ``geometry.shape`` of ``geometry.dtype``, contiguous, alive until the process ends.
 
-    Every page is touched now, so that neither the first requests nor registration pay for it. Raises ``ConfigError``
-    when there is not that much memory.
+    Host memory that is ``shared`` can be mapped by other processes of this host. Every page is touched now, so that
+    neither the first requests nor registration pay for it. Raises ``ConfigError`` when there is not that much memory.
     """
     try:
         if device.type == "cpu":
-            pool = allocate_host_pool(geometry.pool_bytes).view(TORCH_DTYPES[geometry.dtype]).view(geometry.shape)
+            memory = allocate_host_pool(geometry.pool_bytes, shared=shared)
+            pool = memory.view(TORCH_DTYPES[geometry.dtype]).view(geometry.shape)
         else:
             pool = torch.zeros(geometry.shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
     except (RuntimeError, OSError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors

@@ -67,7 +67,7 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
         memory="host" if device.type == "cpu" else "device",
         device_index=device.index or 0,
     )
-    return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device), folder)
+    return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device, shared=config.maps_same_host), folder)
 
 
 def _load_decoder(backend: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder | NativeDecoder:

@@ -151,6 +151,7 @@ class WorkerHost:
             agent_name=self.worker_id,
             backend=config.nixl_backend,
             ucx_tls=config.ucx_tls,
+            map_same_host=config.maps_same_host,
             fabric=fabric,
             faults=self.faults,
             loop=self._loop,

@@ -8,17 +8,16 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-LIBRARY_NAME: Final = "_native.so"
+from twopool.kernels.native_library import native_library
+
 MatrixKind = Literal["qkv", "output", "gate_up", "down", "head"]
 VectorKind = Literal["input_norm", "post_attention_norm", "query_norm", "key_norm", "final_norm"]
 
-_ABI_VERSION = 2
 _MAX_HEAD_DIM = 256
 _MIN_BLOCK_SIZE = 16
 # In the order of the enums of native/ops.h and native/model.h.
@@ -117,7 +116,7 @@ def supported_isas() -> tuple[str, ...]:
 
     Raises OSError or RuntimeError when the library is missing or of another version.
     """
-    library = _library()
+    library = native_library()
     names = []
     number = 0
     while (supported := library.twopool_isa_supported(number)) >= 0:
@@ -134,7 +133,7 @@ def advise_huge_pages(tensor: Tensor) -> None:
     the TLB too. Does nothing where the native library is missing.
     """
     if native_available() is None and tensor.device.type == "cpu":
-        _library().twopool_advise_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        native_library().twopool_advise_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class NativeStep:
@@ -160,7 +159,7 @@ class NativeStep:
         self.shape = shape
         self.isa = isa
         self.num_threads = num_threads
-        self._library = _library()
+        self._library = native_library()
         self._embedding: Tensor | None = None
         self._whole = False
         self._handle = self._create(cpus)
@@ -331,35 +330,3 @@ def _checked(array: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: st
             f"{name} must be {list(shape)} of {dtype} on the CPU, not {list(array.shape)} of {array.dtype}"
         )
     return array.contiguous()
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    path = Path(__file__).with_name(LIBRARY_NAME)
-    if not path.is_file():
-        raise OSError("the native library was not built (no C++ compiler when twopool was installed?)")
-    library = ctypes.CDLL(str(path))
-    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    signatures: dict[str, tuple[list[type[object]], type[object] | None]] = {
-        "twopool_abi_version": ([], number),
-        "twopool_last_error": ([], ctypes.c_char_p),
-        "twopool_isa_supported": ([number], number),
-        "twopool_isa_name": ([number], ctypes.c_char_p),
-        "twopool_advise_huge_pages": ([pointer, long], None),
-        "twopool_model_create": ([pointer, pointer], number),
-        "twopool_model_destroy": ([pointer], None),
-        "twopool_set_matrix": ([pointer, number, number, long, number, pointer, long, long], number),
-        "twopool_set_bias": ([pointer, number, number, long, number, pointer, long], number),
-        "twopool_set_vector": ([pointer, number, number, pointer, long], number),
-        "twopool_set_embedding": ([pointer, pointer], None),
-        "twopool_check_complete": ([pointer], number),
-        "twopool_step": ([pointer, pointer], number),
-    }
-    for name, (arguments, result) in signatures.items():
-        function = getattr(library, name, None)
-        if function is None:
-            raise RuntimeError(f"{path} lacks {name}: it was built from other sources; install twopool again")
-        function.argtypes, function.restype = arguments, result
-    if library.twopool_abi_version() != _ABI_VERSION:
-        raise RuntimeError(f"{path} was built from other sources; install twopool again")
-    return library

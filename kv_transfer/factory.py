@@ -9,6 +9,7 @@ from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.faulty_agent import FaultyAgent
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, KvTransport
 from twopool.kv_transfer.local import LocalAgent, LocalFabric
+from twopool.kv_transfer.mapped import MappingAgent
 from twopool.kv_transfer.transport import RankTransport
 from twopool.protocol.errors import ConfigError
 from twopool.protocol.geometry import KvGeometry
@@ -24,6 +25,7 @@ def create_transport(
     agent_name: str,
     backend: str = "UCX",
     ucx_tls: str | None = None,
+    map_same_host: bool = True,
     fabric: LocalFabric | None = None,
     faults: FaultPoints | None = None,
     loop: asyncio.AbstractEventLoop,
@@ -32,11 +34,12 @@ def create_transport(
 
     ``pool`` is the whole pool, contiguous, ``geometry.pool_bytes`` long, any dtype and shape, on the device
     ``geometry`` names; its last ``NUM_RESERVED_BLOCKS`` blocks become the transport's. On the host make it with
-    ``memory.allocate_host_pool``: huge pages, all touched, are read up to twice as fast. It stays registered and
-    alive as long as the process.
+    ``memory.allocate_host_pool``: huge pages, all touched, are read up to twice as fast, shared ones can be mapped.
+    It stays registered and alive as long as the process.
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
-    and ``ucx_tls`` are for "nixl"; ``fabric`` holds the pools that "local" transports of this process read from;
+    and ``ucx_tls`` are for "nixl", which copies by itself from pools of this host that it can map if
+    ``map_same_host``; ``fabric`` holds the pools that "local" transports of this process read from;
     ``faults`` are for tests.
     Raises ``ConfigError`` where these do not fit together or the backend does not start.
     """
@@ -46,6 +49,8 @@ def create_transport(
         from twopool.kv_transfer.nixl import NixlAgent  # loads NIXL and UCX, which "local" does without
 
         agent: ReadAgent = NixlAgent(name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx_tls=ucx_tls)
+        if map_same_host:
+            agent = MappingAgent(agent)
     elif name == "local" and fabric is not None:
         agent = LocalAgent(name=unique_name, pool=memory, fabric=fabric)
     else:

@@ -10,6 +10,7 @@ from twopool.kv_transfer.canary import canary_plan, canary_request, fill_canary,
 from twopool.kv_transfer.fetch import Fetch
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchHandle, FetchRequest, PeerLink, closed_link_error
 from twopool.kv_transfer.layout import LayoutPlan, Runs, plan_layout
+from twopool.kv_transfer.memory import shared_pool
 from twopool.kv_transfer.reading import ReadingThread
 from twopool.kv_transfer.remote import RemoteKey
 from twopool.protocol.errors import TransferError
@@ -57,6 +58,7 @@ class RankTransport:
             base_address=pool.data_ptr(),
             canary_block=canary_block,
             agent_metadata=agent.metadata,
+            shared=shared_pool(pool),
         )
         self._loop = loop
         self._free_scratch: list[torch.Tensor] = []

@@ -180,6 +180,11 @@ class WorkerConfig(LinkConfig):
     kv_transport: str = flag("nixl", "how KV blocks move", choices=("nixl",))
     nixl_backend: str = flag("UCX", "NIXL plugin")
     ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
+    kv_same_host: str = flag(
+        "map",
+        "READs between workers of one host: map the peer's pool and copy (not with --ucx-tls), or leave them to NIXL",
+        choices=("map", "nixl"),
+    )
     pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
     drain_timeout_s: float = flag(30.0, "seconds running requests may finish in after SIGTERM")
     kv_layer_groups: int = flag(4, "prefill: layer groups in which a prompt's last chunk is offered; 1: all at once")
@@ -190,6 +195,11 @@ class WorkerConfig(LinkConfig):
     fault_points: Path | None = flag(
         None, "tests only: file of POINT=FAULT lines, see kv_transfer/fault_points.py", parse=Path
     )
+
+    @property
+    def maps_same_host(self) -> bool:
+        """Whether KV pools are shared with the host's other workers; whoever names UCX's transports gets those."""
+        return self.kv_same_host == "map" and self.ucx_tls is None
 
     def __post_init__(self) -> None:
         _check_port("--port", self.port)

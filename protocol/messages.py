@@ -261,16 +261,30 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     canary_age_s: _Seconds | None = None
 
 
+class SharedPool(Struct, frozen=True, kw_only=True):
+    """Where a process of the same host finds a pool to map: file ``fd`` of process ``pid``, called ``token``.
+
+    ``boot_id`` is the kernel's: equal on one host only.
+    """
+
+    boot_id: _Name
+    pid: _Index
+    fd: _Index
+    token: _Name
+
+
 class RankPool(Struct, frozen=True, kw_only=True):
     """One rank's KV pool and how to read from it. ``agent_metadata`` is the transport's own, opaque here.
 
     The pool holds one block more than the worker uses: ``canary_block`` keeps known bytes for the handshake.
+    ``shared`` is there where processes of the same host may map the pool.
     """
 
     geometry: KvGeometry
     base_address: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     canary_block: _Index
     agent_metadata: _Metadata
+    shared: SharedPool | None = None
 
 
 class PeerIdentity(Struct, frozen=True, kw_only=True):

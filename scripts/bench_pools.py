@@ -50,6 +50,7 @@ async def other_process(
 ) -> AsyncIterator[tuple[subprocess.Popen[str], list[PeerIdentity]]]:
     command = [sys.executable, "-m", "twopool.scripts.bench_transfer", "source"]
     command += ["--nixl-backend", args.nixl_backend, "--geometries", msgspec.json.encode(geometries).decode()]
+    command += ["--kv-same-host", args.kv_same_host]
     if args.ucx_tls is not None:
         command += ["--ucx-tls", args.ucx_tls]
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop yet
@@ -93,12 +94,13 @@ def make_transport(args: argparse.Namespace, geometry: KvGeometry, name: str) ->
         geometry = replace(geometry, memory="device", device_index=device.index or 0)
     transport = create_transport(
         "nixl",
-        pool=make_pool(geometry.pool_bytes, device),
+        pool=make_pool(geometry.pool_bytes, device, shared=maps_same_host(args)),
         geometry=geometry,
         epoch=epoch,
         agent_name=name,
         backend=args.nixl_backend,
         ucx_tls=args.ucx_tls,
+        map_same_host=maps_same_host(args),
         loop=asyncio.get_running_loop(),
     )
     identity = PeerIdentity(
@@ -107,9 +109,14 @@ def make_transport(args: argparse.Namespace, geometry: KvGeometry, name: str) ->
     return transport, identity
 
 
-def make_pool(num_bytes: int, device: torch.device) -> torch.Tensor:
+def maps_same_host(args: argparse.Namespace) -> bool:
+    """As ``WorkerConfig`` says."""
+    return bool(args.kv_same_host == "map" and args.ucx_tls is None)
+
+
+def make_pool(num_bytes: int, device: torch.device, *, shared: bool = False) -> torch.Tensor:
     return (
-        allocate_host_pool(num_bytes)
+        allocate_host_pool(num_bytes, shared=shared)
         if device.type == "cpu"
         else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     )

@@ -32,7 +32,7 @@ from rich.table import Table
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts import bench_handover
 from twopool.scripts.bench_link import load, pair, setup
-from twopool.scripts.bench_pools import KIB, Row, offer
+from twopool.scripts.bench_pools import KIB, Row, maps_same_host, offer
 from twopool.scripts.bench_sweep import connect, serve, sweep
 
 
@@ -71,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name)
         command.add_argument("--nixl-backend", default="UCX", help="NIXL plugin (default: UCX)")
         command.add_argument("--ucx-tls", help="UCX_TLS of both processes (default: UCX chooses)")
+        command.add_argument(
+            "--kv-same-host",
+            choices=("map", "nixl"),
+            default="map",
+            help="one host: copy from the mapped pool (map, not with --ucx-tls) or leave it to NIXL (default: map)",
+        )
         if name == "source":
             command.add_argument("--geometries", required=True)
             continue
@@ -96,7 +102,8 @@ def _print_settings(console: Console, args: argparse.Namespace) -> None:
     if args.ucx_tls is not None:
         settings["UCX_TLS"] = args.ucx_tls
     shown = " ".join(f"{name}={value}" for name, value in settings.items()) or "default UCX settings"
-    console.print(f"nixl {version('nixl')}, backend {args.nixl_backend}, {shown}")
+    same_host = "mapped" if maps_same_host(args) else "by NIXL"
+    console.print(f"nixl {version('nixl')}, backend {args.nixl_backend}, {shown}; pools of this host: {same_host}")
 
 
 def _table(rows: list[Row]) -> Table:

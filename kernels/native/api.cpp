@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -23,7 +24,7 @@
 namespace twopool {
 namespace {
 
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 constexpr int kMaxThreads = 1024;
 thread_local std::string last_error;
 
@@ -107,6 +108,16 @@ TWOPOOL_API int twopool_isa_supported(int isa) {
 TWOPOOL_API const char* twopool_isa_name(int isa) {
   if (isa < 0 || isa >= twopool::kNumIsas) return "none";
   return twopool::isa_name(static_cast<twopool::Isa>(isa));
+}
+
+// Copy n runs of `length` bytes: run source_index[i] of `source` becomes run target_index[i] of `target`.
+TWOPOOL_API void twopool_copy_runs(char* target, int64_t target_stride, const int32_t* target_index,
+                                   const char* source, int64_t source_stride, const int32_t* source_index,
+                                   int64_t length, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    std::memcpy(target + target_index[i] * target_stride, source + source_index[i] * source_stride,
+                static_cast<size_t>(length));
+  }
 }
 
 TWOPOOL_API void twopool_advise_huge_pages(void* data, int64_t num_bytes) {

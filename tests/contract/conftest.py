@@ -20,6 +20,8 @@ from twopool.kv_transfer.agent import Post, PreparedList, ReadAgent
 from twopool.kv_transfer.interface import FetchRequest
 from twopool.kv_transfer.layout import Index, StridedList
 from twopool.kv_transfer.local import LocalAgent, LocalFabric
+from twopool.kv_transfer.mapped import MappingAgent
+from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.kv_transfer.nixl import NixlAgent
 from twopool.kv_transfer.transport import RankTransport
 from twopool.protocol.errors import TransferError
@@ -117,6 +119,7 @@ class World:
 
     name: str
     ucx_tls: str | None
+    maps: bool = False
     fabric: LocalFabric = field(default_factory=LocalFabric)
     ranks: list[Rank] = field(default_factory=list)
 
@@ -124,13 +127,15 @@ class World:
         """A rank whose pool holds random bytes; it answers readers."""
         epoch = new_epoch() if epoch is None else epoch
         rng = np.random.default_rng([epoch, geometry.tp_rank])
-        pool = torch.from_numpy(rng.integers(0, 256, geometry.pool_bytes, dtype=np.uint8))
+        pool = allocate_host_pool(geometry.pool_bytes, shared=self.maps)
+        pool.copy_(torch.from_numpy(rng.integers(0, 256, geometry.pool_bytes, dtype=np.uint8)))
         unique_name = f"{worker_id}.{geometry.tp_rank}.{epoch:x}"
         inner: ReadAgent
         if self.name == "local":
             inner = LocalAgent(name=unique_name, pool=pool, fabric=self.fabric)
         else:
             inner = NixlAgent(name=unique_name, pool=pool, geometry=geometry, backend="UCX", ucx_tls=self.ucx_tls)
+            inner = MappingAgent(inner) if self.maps else inner
         agent = GatedAgent(inner)
         transport = RankTransport(
             name=self.name,
@@ -145,11 +150,11 @@ class World:
         return self.ranks[-1]
 
 
-@pytest.fixture(params=["local", "nixl", "nixl-tcp"])
+@pytest.fixture(params=["local", "nixl", "nixl-map", "nixl-tcp"])
 async def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setenv("UCX_TLS", "all")  # restored afterwards, whatever an agent sets
-    name, _, tls = request.param.partition("-")
-    world = World(name=name, ucx_tls=tls or None)
+    name, _, path = request.param.partition("-")
+    world = World(name=name, ucx_tls=path if path == "tcp" else None, maps=path == "map")
     yield world
     for rank in world.ranks:
         rank.agent.is_held = False
@@ -159,12 +164,15 @@ async def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 class PeerProcess:
     """A source in a process of its own."""
 
-    def __init__(self, geometry: KvGeometry, *, worker_id: str, epoch: int, ucx_tls: str | None) -> None:
+    def __init__(
+        self, geometry: KvGeometry, *, worker_id: str, epoch: int, ucx_tls: str | None, maps: bool = False
+    ) -> None:
         config = {
             "geometry": msgspec.to_builtins(geometry),
             "epoch": epoch,
             "worker_id": worker_id,
             "ucx_tls": ucx_tls,
+            "maps": maps,
             "expect_readers": True,
         }
         self.process = subprocess.Popen(

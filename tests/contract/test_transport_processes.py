@@ -30,9 +30,9 @@ async def settled_within(handle: FetchHandle, seconds: float) -> bool:
     return bool(done)
 
 
-@pytest.mark.parametrize("world", ["nixl", "nixl-tcp"], indirect=True)
+@pytest.mark.parametrize("world", ["nixl", "nixl-map", "nixl-tcp"], indirect=True)
 async def test_other_process(world: World, start_peer: StartPeer, make_request: MakeRequest) -> None:
-    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=world.ucx_tls)
+    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=world.ucx_tls, maps=world.maps)
     reader = world.rank("d", GEOMETRY)
     link = await reader.transport.connect(await peer.identity(), timeout_s=TIMEOUT_S)
     order = list(range(31, -1, -1))
@@ -41,13 +41,13 @@ async def test_other_process(world: World, start_peer: StartPeer, make_request: 
     assert peer.finish() == 0
 
 
-@pytest.mark.parametrize("world", ["nixl", "nixl-tcp"], indirect=True)
+@pytest.mark.parametrize("world", ["nixl", "nixl-map", "nixl-tcp"], indirect=True)
 async def test_successor_of_a_killed_peer_takes_over(
     world: World, start_peer: StartPeer, make_request: MakeRequest
 ) -> None:
     """X-pd-prefill-death-recover: SIGKILL, then a new life under the same name."""
-    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=world.ucx_tls)
-    successor = start_peer(GEOMETRY, worker_id="p", epoch=12, ucx_tls=world.ucx_tls)
+    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=world.ucx_tls, maps=world.maps)
+    successor = start_peer(GEOMETRY, worker_id="p", epoch=12, ucx_tls=world.ucx_tls, maps=world.maps)
     reader = world.rank("d", GEOMETRY)
     link = await reader.transport.connect(await peer.identity(), timeout_s=TIMEOUT_S)
     peer.kill()
@@ -63,7 +63,7 @@ async def test_successor_of_a_killed_peer_takes_over(
 
 @pytest.mark.parametrize("world", ["nixl-tcp"], indirect=True)
 async def test_peer_killed_during_a_read(world: World, start_peer: StartPeer, make_request: MakeRequest) -> None:
-    peer = start_peer(LARGE, worker_id="p", epoch=11, ucx_tls=world.ucx_tls)
+    peer = start_peer(LARGE, worker_id="p", epoch=11, ucx_tls=world.ucx_tls, maps=world.maps)
     reader = world.rank("d", LARGE)
     link = await reader.transport.connect(await peer.identity(), timeout_s=TIMEOUT_S)
     peer.stop()
@@ -82,8 +82,8 @@ async def test_late_bytes_land_only_in_unsettled_blocks(
     world: World, start_peer: StartPeer, make_request: MakeRequest
 ) -> None:
     """PD-02: SIGSTOP, deadline, disconnect, SIGCONT. The link's end does not stop the READ, so it must not settle."""
-    peer = start_peer(LARGE, worker_id="p", epoch=11, ucx_tls=world.ucx_tls)
-    other = start_peer(LARGE, worker_id="q", epoch=12, ucx_tls=world.ucx_tls)
+    peer = start_peer(LARGE, worker_id="p", epoch=11, ucx_tls=world.ucx_tls, maps=world.maps)
+    other = start_peer(LARGE, worker_id="q", epoch=12, ucx_tls=world.ucx_tls, maps=world.maps)
     reader = world.rank("d", LARGE)
     identity = await peer.identity()
     link = await reader.transport.connect(identity, timeout_s=TIMEOUT_S)
@@ -112,7 +112,7 @@ async def test_late_bytes_land_only_in_unsettled_blocks(
 
 @pytest.mark.parametrize("world", ["nixl", "nixl-tcp"], indirect=True)
 async def test_handshake_with_a_stopped_peer_ends_at_its_deadline(world: World, start_peer: StartPeer) -> None:
-    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=world.ucx_tls)
+    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=world.ucx_tls, maps=world.maps)
     identity = await peer.identity()
     reader = world.rank("d", GEOMETRY)
     peer.stop()
@@ -122,12 +122,12 @@ async def test_handshake_with_a_stopped_peer_ends_at_its_deadline(world: World, 
     assert (await reader.transport.connect(identity, timeout_s=TIMEOUT_S)).is_open
 
 
-@pytest.mark.parametrize("world", ["nixl"], indirect=True)
+@pytest.mark.parametrize("world", ["nixl", "nixl-map"], indirect=True)
 async def test_stopped_peer_on_one_host_can_be_read(
     world: World, start_peer: StartPeer, make_request: MakeRequest
 ) -> None:
-    """Cross memory attach needs nothing of the peer, once connected."""
-    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=None)
+    """Cross memory attach needs nothing of the peer, once connected, and neither does a mapping."""
+    peer = start_peer(GEOMETRY, worker_id="p", epoch=11, ucx_tls=None, maps=world.maps)
     reader = world.rank("d", GEOMETRY)
     link = await reader.transport.connect(await peer.identity(), timeout_s=TIMEOUT_S)
     peer.stop()

@@ -1,6 +1,6 @@
 """A source in a process of its own: `python transport_peer.py CONFIG`, driven through its stdin and stdout.
 
-CONFIG is JSON: geometry, epoch, worker_id, ucx_tls, expect_readers. Prints its `PeerIdentity` as one line of hex
+CONFIG is JSON: geometry, epoch, worker_id, ucx_tls, maps, expect_readers. Prints its `PeerIdentity` as one line of hex
 MessagePack once its pool holds `pattern(epoch, ...)`, and lives until stdin is closed.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from twopool.kv_transfer.factory import create_transport
+from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId
 from twopool.protocol.messages import PeerIdentity
@@ -28,13 +29,15 @@ async def serve(config: dict[str, object]) -> None:
     geometry = msgspec.convert(config["geometry"], KvGeometry)
     epoch = Epoch(msgspec.convert(config["epoch"], int))
     worker_id = WorkerId(str(config["worker_id"]))
+    maps = msgspec.convert(config["maps"], bool)
     loop = asyncio.get_running_loop()
     transport = create_transport(
         "nixl",
-        pool=pattern(epoch, geometry.pool_bytes),
+        pool=allocate_host_pool(geometry.pool_bytes, shared=maps).copy_(pattern(epoch, geometry.pool_bytes)),
         geometry=geometry,
         epoch=epoch,
         agent_name=worker_id,
+        map_same_host=maps,
         ucx_tls=msgspec.convert(config["ucx_tls"], str | None),
         loop=loop,
     )

@@ -189,7 +189,8 @@ class InProcessCluster:
         )
         shape = geometry(num_blocks, block_size)
         model = SummingModel()
-        loaded = LoadedModel(cast(Any, model), shape, allocate_kv_pool(shape, torch.device("cpu")), self._folder)
+        memory = allocate_kv_pool(shape, torch.device("cpu"), shared=config.maps_same_host)
+        loaded = LoadedModel(cast(Any, model), shape, memory, self._folder)
         make_role = PrefillRole if role == "prefill" else DecodeRole
         host = WorkerHost(config, cast(Any, role), loaded, make_role, fabric=self._fabric)
         self.workers[name] = Worker(host, model, faults_file, asyncio.create_task(host.run()))
