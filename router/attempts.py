@@ -42,15 +42,12 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ChoiceProgress:
-    """One choice: the output ids accepted so far (int32), where single tokens go, and, while some are missing, since
-    when.
-    """
+    """One choice: the output ids accepted so far (int32) and, while tokens are missing, since when."""
 
     index: ChoiceIndex
     output_ids: "array[int]" = field(default_factory=lambda: array("i"))
     ended: bool = False
     gap: "Gap | None" = None
-    lane: TokenLane | None = None
 
 
 @dataclass(slots=True)
@@ -69,7 +66,7 @@ class Flight:
     ``queued_s`` is when it came to wait for its present or next attempt. ``source`` is the worker whose deltas are
     being accepted, ``taken_over`` whether the decode worker has sent one in this attempt (from then on the prefill
     worker no longer matters). ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame.
-    ``wait_until_s`` bounds the present wait for a worker.
+    ``wait_until_s`` bounds the present wait for a worker. ``lane`` is open where there is one.
     """
 
     request: RoutedRequest
@@ -92,6 +89,7 @@ class Flight:
     avoid: set[WorkerId] = field(default_factory=set)
     prefill_reported: bool = False
     handover_reported: bool = False
+    lane: TokenLane | None = None
 
     @classmethod
     def of(cls, request: RoutedRequest, sink: TokenSink, order: int) -> "Flight":
@@ -176,8 +174,11 @@ class EarlySink:
     def on_tokens(self, delta: TokenDelta) -> None:
         raise RuntimeError("a control socket must not deliver messages from within send")
 
-    def lane(self, choice: ChoiceIndex) -> None:
+    def lane(self) -> None:
         """There are no tokens yet."""
+
+    def close_lane(self) -> None:
+        """There is none."""
 
     def on_granted(self, grant: Grant) -> None:
         self.grants.append(grant)

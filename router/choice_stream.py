@@ -3,7 +3,7 @@
 ``RUNNING → FINISHED``: by the engine's finish reason or by a stop string found here; nothing is taken afterwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from twopool.protocol.messages import FinishReason, TokenDelta, TokenLogprobs
@@ -63,18 +63,17 @@ class ChoiceStream:
         "_num_decoded",
         "_num_prefix",
         "_num_shown",
-        "_num_taken",
         "_options",
         "_plain",
         "_push_id",
         "_ready",
         "_table",
         "finish_reason",
+        "num_tokens",
         "prompt_ids",
         "prompt_scores",
         "prompt_top",
         "stop_reason",
-        "waiting_ids",
     )
 
     def __init__(
@@ -111,35 +110,54 @@ class ChoiceStream:
         self._entries: list[TokenEntry] = []
         self._num_decoded = len(prefix)  # characters decoded, shown or not
         self._num_shown = 0
-        self._num_taken = 0
-        self.waiting_ids: list[int] = []
-        """Tokens of a plain choice that were accepted and are decoded when they are asked for: see ``TokenLane``."""
+        self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
     @property
-    def num_tokens(self) -> int:
-        return self._num_taken + len(self.waiting_ids)
+    def is_plain(self) -> bool:
+        """Whether a token is its text and nothing else, so that it may take ``TokenLane``."""
+        return self._plain and self.prompt_ids is None and self._message is None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether a token is its text and nothing else, so that it may go to ``waiting_ids``."""
-        return self._plain and self.prompt_ids is None
+    def is_clean(self) -> bool:
+        """Whether the next token's text does not depend on those before."""
+        return not self._detokenizer.num_pending_bytes
+
+    @property
+    def json_table(self) -> list[bytes | None]:
+        """``Detokenizer.jsons``."""
+        return self._detokenizer.jsons
+
+    def push_ids(self, ids: Iterable[int]) -> None:
+        """Further tokens of a plain choice."""
+        texts = list(map(self._push_id, ids))
+        self._ready += texts
+        self.num_tokens += len(texts)
+
+    def json_of(self, ids: Iterable[int]) -> bytes:
+        """The text that becomes certain with further tokens of a plain choice, as the inside of a JSON string.
+
+        They are to be counted with ``took_elsewhere``, and what was pushed before has been taken.
+        """
+        return json_inside("".join(map(self._push_id, ids)))
+
+    def took_elsewhere(self, num_tokens: int) -> None:
+        """Count tokens of a plain choice that were shown without this stream, or by ``json_of``."""
+        self.num_tokens += num_tokens
 
     def push(self, delta: TokenDelta) -> bool:
         """Take ``delta``; whether a stop string ended the choice although the engine goes on."""
         if self.finish_reason is not None:
             return False
-        if self.waiting_ids:
-            self._decode_waiting()
         ids = delta.token_ids
         if self._plain and delta.finish_reason is None:
             if len(ids) == 1:
                 self._ready.append(self._push_id(ids[0]))
-                self._num_taken += 1
+                self.num_tokens += 1
             else:
                 self._ready += map(self._push_id, ids)
-                self._num_taken += len(ids)
+                self.num_tokens += len(ids)
             if self.prompt_ids is not None:
                 self._new_ids.extend(ids)
             return False
@@ -178,8 +196,6 @@ class ChoiceStream:
 
     def take_text(self) -> str:
         """The text that became certain since the last call."""
-        if self.waiting_ids:
-            self._decode_waiting()
         ready = self._ready
         if not ready:
             return ""
@@ -187,16 +203,6 @@ class ChoiceStream:
         self._ready = []
         self._num_shown += len(text)
         return text
-
-    def take_json(self) -> bytes:
-        """``take_text`` of a plain choice, as the inside of a JSON string."""
-        if self._ready:
-            return json_inside(self.take_text())
-        ids = self.waiting_ids
-        self._num_taken += len(ids)
-        data = self._detokenizer.push_json(ids)
-        ids.clear()
-        return data
 
     @property
     def has_parts(self) -> bool:
@@ -233,15 +239,10 @@ class ChoiceStream:
         self._entries = entries[count:]
         return entries[:count]
 
-    def _decode_waiting(self) -> None:
-        self._num_taken += len(self.waiting_ids)
-        self._ready += map(self._push_id, self.waiting_ids)
-        self.waiting_ids.clear()
-
     def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, *, hide: bool) -> bool:
         """Whether a stop string was completed by this token."""
         detokenizer = self._detokenizer
-        self._num_taken += 1
+        self.num_tokens += 1
         if self.prompt_ids is not None:
             self._new_ids.append(token_id)
         marker = self._options.markers.get(token_id)

@@ -29,6 +29,8 @@ class Detokenizer(Protocol):
 
     piece: bytes
     """The bytes the last pushed token contributed; what a token's logprobs entry reports."""
+    jsons: list[bytes | None]
+    """By token id its text, where that does not depend on others, as the inside of a JSON string. May be empty."""
 
     @property
     def num_pending_bytes(self) -> int:
@@ -36,9 +38,6 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often empty."""
-
-    def push_json(self, token_ids: list[int]) -> bytes:
-        """As ``push`` of each, as the inside of a JSON string. ``piece`` is of no use afterwards."""
 
     def finish(self) -> str:
         """The text still held back; nothing may be pushed afterwards."""
@@ -132,12 +131,12 @@ class ByteTable:
 class ByteLevelDetokenizer:
     """Byte-level BPE: every token is a run of bytes, whatever stands beside it."""
 
-    __slots__ = ("_jsons", "_pending", "_pieces", "_texts", "piece")
+    __slots__ = ("_pending", "_pieces", "_texts", "jsons", "piece")
 
     def __init__(self, table: ByteTable) -> None:
         self._pieces = table.pieces
         self._texts = table.texts
-        self._jsons = table.jsons
+        self.jsons = table.jsons
         self._pending = b""
         self.piece = b""
 
@@ -158,13 +157,6 @@ class ByteLevelDetokenizer:
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[consumed:]
         return text
-
-    def push_json(self, token_ids: list[int]) -> bytes:
-        if len(token_ids) == 1 and not self._pending and token_ids[0] < len(self._jsons):
-            known = self._jsons[token_ids[0]]
-            if known is not None:
-                return known
-        return json_inside("".join([self.push(token_id) for token_id in token_ids]))
 
     def finish(self) -> str:
         text = self._pending.decode("utf-8", "replace")
@@ -188,6 +180,7 @@ class WindowDetokenizer:
         self._given_chars = 0  # characters of the window's decoding that were handed out
         self._num_given_ids = 0  # ids at the window's start whose text was handed out
         self._num_pending_bytes = 0
+        self.jsons: list[bytes | None] = []
         self._decoded: str | None = ""  # the window's decoding, None while it is out of date
         self.piece = b""
 
@@ -215,9 +208,6 @@ class WindowDetokenizer:
             self._num_pending_bytes += len(self.piece)
             return ""
         return self._give(after)
-
-    def push_json(self, token_ids: list[int]) -> bytes:
-        return json_inside("".join([self.push(token_id) for token_id in token_ids]))
 
     def finish(self) -> str:
         return self._give(self._window_text())

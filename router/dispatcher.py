@@ -229,7 +229,7 @@ class RequestDispatcher:
         if flight is None:
             return
         full = next((w for w in (flight.decode, flight.prefill) if w and w.worker_id == message.worker_id), None)
-        flight.end_attempt()
+        self._end_attempt(flight)
         self.figures.attempts["busy"] += 1
         now = self._clock()
         if full is not None:
@@ -306,8 +306,13 @@ class RequestDispatcher:
         flight.avoid.add(worker.worker_id)
         self._attempt_over(flight, "failed", reason)
 
+    def _end_attempt(self, flight: Flight) -> list[Worker]:
+        """The workers that may still hold something of it."""
+        self._intake.close_lane(flight)
+        return flight.end_attempt()
+
     def _end(self, flight: Flight, outcome: AttemptOutcome, *, stop_workers: bool) -> None:
-        workers = flight.end_attempt()
+        workers = self._end_attempt(flight)
         flight.phase = Phase.DONE
         del self._flights[flight.request.request_id]
         self._queue.remove(flight)
@@ -319,7 +324,7 @@ class RequestDispatcher:
 
     def _attempt_over(self, flight: Flight, outcome: AttemptOutcome, reason: str) -> None:
         """The present attempt failed: queue the next, unless there were too many."""
-        workers = flight.end_attempt()
+        workers = self._end_attempt(flight)
         self._release(workers, outcome)
         self._send_cancel(flight, workers)
         if flight.phase is Phase.DONE:

@@ -23,8 +23,9 @@ from twopool.router.model_info import ModelInfo
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
 from twopool.router.request_body import read_body
 from twopool.router.responses import WholeChoice, whole_answer
-from twopool.router.stream_answer import StreamAnswer, WriteBatcher
+from twopool.router.stream_answer import StreamAnswer
 from twopool.router.timings import Arrival, timing_headers
+from twopool.router.token_lane import WriteBatcher
 
 _INLINE_BODY_BYTES = 16 * 1024
 """Larger bodies, and those with grammars, are prepared in a thread: milliseconds that streams would wait for."""
@@ -40,7 +41,7 @@ class GenerateApi:
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
-        self._batcher = WriteBatcher()
+        self._batcher = WriteBatcher(metrics.itl.observe_all)
         self._open: set[Generation] = set()
 
     @property
@@ -154,7 +155,7 @@ class _WholeAnswer:
     def on_progress(self, index: int) -> None:
         """Nothing to do before the end."""
 
-    def lane(self, index: int, on_taken: Callable[[int], None]) -> None:
+    def lane(self) -> None:
         """Nobody looks at the text before the end."""
 
     def on_completed(self) -> None:

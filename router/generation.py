@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from twopool.protocol.errors import TwopoolError
@@ -17,10 +16,11 @@ from twopool.protocol.ids import ChoiceIndex
 from twopool.protocol.messages import TokenDelta
 from twopool.router.choice_stream import ChoiceStream
 from twopool.router.http_metrics import HttpMetrics, outcome_of
-from twopool.router.interface import Dispatcher, RoutedRequest, TokenLane
+from twopool.router.interface import Dispatcher, RoutedRequest
 from twopool.router.prompt_scores import PromptScores
 from twopool.router.responses import Usage
 from twopool.router.timings import Arrival, Grant, Timeline
+from twopool.router.token_lane import TokenLane
 
 _log = logging.getLogger("twopool.router")
 
@@ -34,10 +34,8 @@ class GenerationListener(Protocol):
     def on_progress(self, index: int) -> None:
         """Choice ``index`` has new tokens, or has finished."""
 
-    def lane(self, index: int, on_taken: Callable[[int], None]) -> TokenLane | None:
-        """The short way for tokens of choice ``index``, where there is one; see ``TokenSink.lane``. Whenever some are
-        taken out of it, ``on_taken`` is to hear first how many.
-        """
+    def lane(self) -> TokenLane | None:
+        """The short way for the tokens of the only choice, closed, where there is one now."""
 
     def on_completed(self) -> None:
         """All choices have finished; follows the last ``on_progress``."""
@@ -182,8 +180,10 @@ class _PromptSink:
         "_gaps_s",
         "_generation",
         "_itl",
+        "_lane",
         "_last_s",
         "_listener",
+        "_may_have_lane",
         "_on_progress",
         "_prompt_ids",
         "num_cached_tokens",
@@ -211,6 +211,8 @@ class _PromptSink:
         self._prompt_ids = request.prompt_ids
         self._last_s: list[float | None] = [None] * len(choices)
         self._listener = listener
+        self._may_have_lane = len(generation.choices) == 1 and choices[0].is_plain
+        self._lane: TokenLane | None = None
         self._on_progress = listener.on_progress
         self._itl = generation._metrics.itl
         self._gaps_s: list[float] = []
@@ -224,8 +226,6 @@ class _PromptSink:
         choice = self._choices[index]
         if choice.finish_reason is not None:
             return
-        if choice.waiting_ids:
-            self._taken_from_lane(index, len(choice.waiting_ids))
         now = time.monotonic()
         last_s = self._last_s[index]
         self._last_s[index] = now
@@ -247,10 +247,23 @@ class _PromptSink:
             self.timeline.last_s = now
             generation.progressed(self._first + index)
 
-    def lane(self, choice: ChoiceIndex) -> TokenLane | None:
-        if not self._choices[choice].is_plain:
-            return None
-        return self._listener.lane(self._first + choice, partial(self._taken_from_lane, choice))
+    def lane(self) -> TokenLane | None:
+        last_s = self._last_s[0]
+        lane = self._listener.lane() if self._may_have_lane and last_s is not None else None
+        if lane is not None and last_s is not None:
+            self._lane = lane
+            lane.last_s = last_s
+        return lane
+
+    def close_lane(self) -> None:
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        num_waiting = lane.close()
+        self._last_s[0] = now = time.monotonic() if num_waiting else lane.last_s
+        if num_waiting:
+            self._gaps_s += [now - lane.last_s, *[0.0] * (num_waiting - 1)]
+            self._on_progress(self._first)
 
     def on_granted(self, grant: Grant) -> None:
         self.timeline.granted(grant)
@@ -277,16 +290,6 @@ class _PromptSink:
             metrics.end_to_end.observe(time.monotonic() - self.timeline.arrival.began_s)
             metrics.prompt_sizes.observe(self.num_prompt_tokens)
             metrics.generation_sizes.observe(num_tokens)
-
-    def _taken_from_lane(self, index: int, num_tokens: int) -> None:
-        now = time.monotonic()
-        gaps_s = self._gaps_s
-        gaps_s.append(now - (self._last_s[index] or now))
-        self._last_s[index] = now
-        if num_tokens > 1:
-            gaps_s += [0.0] * (num_tokens - 1)
-        if len(gaps_s) >= _MAX_GAPS:
-            self._observe_gaps()
 
     def _observe_gaps(self) -> None:
         self._itl.observe_all(self._gaps_s)

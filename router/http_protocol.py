@@ -40,6 +40,7 @@ class ClientConnection:
         "_transport",
         "began_s",
         "header_error",
+        "on_write_paused",
         "write",
     )
 
@@ -53,6 +54,8 @@ class ClientConnection:
         self.write: Callable[[bytes], None] = protocol.transport.write
         """Bytes as they are, such as a whole chunk; otherwise as ``write_chunk``."""
         self._on_lost: Callable[[], None] | None = None
+        self.on_write_paused: Callable[[], None] | None = None
+        """Called when ``is_write_paused`` becomes true."""
         self._lost: asyncio.Event = asyncio.Event()
         self.header_error: TwopoolError | None = None
         """Why the request must be refused whatever it says: its headers were too large."""
@@ -71,6 +74,11 @@ class ClientConnection:
 
     def unwatch(self) -> None:
         self._on_lost = None
+
+    @property
+    def is_write_paused(self) -> bool:
+        """Whether bytes wait for the client by the dozen of kilobytes."""
+        return self._flow.write_paused
 
     @property
     def is_behind(self) -> bool:
@@ -140,6 +148,12 @@ class RouterHttpProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=min(_HIGH_WATER_BYTES, self.config.max_write_buffer_bytes))
         # A connection that never sends a request is as idle as one between requests.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        for connection in self._open:
+            if connection.on_write_paused is not None:
+                connection.on_write_paused()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_read_timer()

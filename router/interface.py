@@ -5,13 +5,16 @@ through a ``TokenSink``; the worker half, the ``Dispatcher``, finds workers for 
 over every token exactly once and in order. Everything here is called on the router's event loop.
 """
 
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from twopool.protocol.errors import TwopoolError
-from twopool.protocol.ids import ChoiceIndex, RequestId
+from twopool.protocol.ids import Attempt, ChoiceIndex, RequestId
 from twopool.protocol.messages import SamplingParams, TokenDelta
 from twopool.protocol.token_hash import TokenIds
+from twopool.router.registry import Worker
 from twopool.router.timings import Grant
 
 
@@ -32,16 +35,20 @@ class RoutedRequest:
 
 
 class TokenLane(Protocol):
-    """The short way of nearly every token: one more of a choice, in order, and nothing that comes with it.
+    """The short way of nearly every token of a request with one choice; see ``router.token_lane``.
 
-    Such a token may be appended to ``ids`` in place of a call of ``TokenSink.on_tokens``, with ``wake`` called when
-    ``ids`` was empty. Both ways can be mixed: whoever takes the other one first takes what is in ``ids``.
+    While it is open, a token of ``worker``'s ``attempt`` that comes alone, with nothing else to tell, is appended to
+    ``output_ids`` (the same array as the dispatcher's) in place of a call of ``TokenSink.on_tokens``, and the lane
+    handed to ``mark`` unless ``is_marked``.
     """
 
-    ids: list[int]
+    worker: Worker | None
+    attempt: Attempt
+    output_ids: "array[int]"
+    is_marked: bool
+    mark: Callable[[Any], None]
 
-    def wake(self) -> None:
-        """The first of ``ids`` has come."""
+    def open(self, worker: Worker, attempt: Attempt, output_ids: "array[int]") -> None: ...
 
 
 class TokenSink(Protocol):
@@ -53,8 +60,11 @@ class TokenSink(Protocol):
         ``delta.finish_reason`` ends the choice. ``delta.prefill`` and ``delta.handover`` ride at most once.
         """
 
-    def lane(self, choice: ChoiceIndex) -> TokenLane | None:
-        """The short way for the next tokens of ``choice``, where there is one; good until the request is over."""
+    def lane(self) -> TokenLane | None:
+        """The short way for the next tokens, closed, where there is one now."""
+
+    def close_lane(self) -> None:
+        """What came the short way is taken before whatever follows, and nothing more comes that way. Idempotent."""
 
     def on_granted(self, grant: Grant) -> None:
         """An attempt is on its way to its workers; once for each attempt, before its tokens."""

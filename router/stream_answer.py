@@ -10,46 +10,23 @@ Before the first token nothing is sent, so an early failure still has its own HT
 """
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
 from twopool.protocol.errors import TwopoolError
-from twopool.router.choice_stream import ChoiceStream
 from twopool.router.detokenizer import TokenTable
 from twopool.router.generation import Generation
 from twopool.router.http_errors import error_body
 from twopool.router.http_protocol import ClientConnection
-from twopool.router.interface import TokenLane
 from twopool.router.responses import DONE_EVENT, AnswerHead, EventWriter, Usage, error_event
 from twopool.router.timings import timing_headers
+from twopool.router.token_lane import TokenLane, WriteBatcher
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-_CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(2048))
-"""What stands before a chunk of so many bytes."""
-
-
-class WriteBatcher:
-    """Flushes every marked answer once, in one callback a turn of the event loop."""
-
-    def __init__(self) -> None:
-        self._marked: list[StreamAnswer] = []
-
-    def mark(self, answer: "StreamAnswer") -> None:
-        if not self._marked:
-            asyncio.get_running_loop().call_soon(self._flush_all)
-        self._marked.append(answer)
-
-    def _flush_all(self) -> None:
-        marked, self._marked = self._marked, []
-        for answer in marked:
-            answer.flush()
 
 
 class StreamAnswer:
@@ -73,20 +50,14 @@ class StreamAnswer:
         "_include_timings",
         "_include_usage",
         "_is_completed",
-        "_is_marked",
         "_is_open",
         "_is_over",
         "_is_plain",
+        "_lane",
         "_last_bytes_timeout_s",
-        "_on_taken",
-        "_sole",
-        "_sole_end",
-        "_sole_num_bytes",
-        "_sole_start",
         "_started",
         "_writer",
         "first",
-        "ids",
     )
 
     def __init__(
@@ -114,17 +85,12 @@ class StreamAnswer:
         self._last_bytes_timeout_s = last_bytes_timeout_s
         carries_ids = any(choice.prompt_ids is not None for choice in generation.choices)
         has_parts = any(choice.has_parts for choice in generation.choices)
-        self._is_plain = head.num_top_logprobs is None and not continuous_usage and not carries_ids and not has_parts
+        is_plain = head.num_top_logprobs is None and not continuous_usage and not carries_ids and not has_parts
+        self._is_plain = is_plain and len(generation.choices) == 1
         self._is_over = False
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
-        self._sole: ChoiceStream | None = None  # the only choice of a plain answer, once it has its first event
-        self._sole_start = self._sole_end = b""
-        self._sole_num_bytes = 0
-        self._on_taken: Callable[[int], None] | None = None
-        self.ids: list[int] = []
-        """The sole choice's ``waiting_ids``: this is the ``TokenLane`` of that choice."""
-        self._is_marked = False
+        self._lane: TokenLane | None = None  # of a plain answer with one choice, once it has its first event
         self._is_open = False
         self._error: TwopoolError | None = None
         self._is_completed = False
@@ -133,30 +99,16 @@ class StreamAnswer:
         self._ended: asyncio.Future[bool] = loop.create_future()
 
     def on_progress(self, index: int) -> None:
-        if self._sole is not None:
-            if not self._is_marked:
-                self._is_marked = True
-                self._batcher.mark(self)
-            return
         if not self._dirty and self._is_open:
             self._batcher.mark(self)
         self._dirty[index] = None
         if not self._is_open and not self.first.done():
             self.first.set_result(None)
 
-    def lane(self, index: int, on_taken: Callable[[int], None]) -> TokenLane | None:
-        if self._sole is None:
+    def lane(self) -> TokenLane | None:
+        if self._lane is None or self._connection.is_write_paused or self._is_over:
             return None
-        self._on_taken = on_taken
-        return self
-
-    def wake(self) -> None:
-        """The first of ``ids`` has come."""
-        if self._sole is None:
-            self.on_progress(0)
-        elif not self._is_marked:
-            self._is_marked = True
-            self._batcher.mark(self)
+        return self._lane
 
     def on_completed(self) -> None:
         self._is_completed = True
@@ -166,7 +118,6 @@ class StreamAnswer:
             self.first.set_exception(error)
             return
         self._error = error
-        self._leave_short_way()
         if self._is_open:
             self._batcher.mark(self)
 
@@ -209,26 +160,7 @@ class StreamAnswer:
             connection.abort()
             self._end(whole=False)
             return
-        sole = self._sole
-        if sole is not None:
-            self._is_marked = False
-            if sole.finish_reason is None:
-                # The way of nearly every token: new text of one choice and nothing else.
-                ids = self.ids
-                if ids and self._on_taken is not None:
-                    self._on_taken(len(ids))
-                if data := sole.take_json():
-                    size = self._sole_num_bytes + len(data)
-                    head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
-                    connection.write(b"".join((head, self._sole_start, data, self._sole_end)))
-                return
-            self._leave_short_way()
         self._flush_events()
-
-    def _leave_short_way(self) -> None:
-        if self._sole is not None:
-            self._sole = None
-            self._dirty[0] = None
 
     def _flush_events(self) -> None:
         events: list[bytes] = []
@@ -246,11 +178,11 @@ class StreamAnswer:
         if events:
             self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
         choices = self._generation.choices
-        if self._is_plain and len(choices) == 1 and self._started and choices[0].finish_reason is None:
-            self._sole = choices[0]
+        if self._is_plain and self._lane is None and self._started and choices[0].finish_reason is None:
             start, end = self._writer.plain_parts(0)
-            self._sole_start, self._sole_end, self._sole_num_bytes = start, end + b"\r\n", len(start) + len(end)
-            self.ids = choices[0].waiting_ids
+            self._lane = TokenLane(choices[0], self._connection.write, self._batcher, start, end)
+            # In the lane nobody looks at how much the client leaves unread.
+            self._connection.on_write_paused = self._lane.hold
         if self._error is not None or self._is_completed:
             self._end(whole=self._error is None)
 

@@ -14,6 +14,7 @@ from twopool.protocol.ids import RequestId
 from twopool.protocol.messages import ResendFrom, TokenDelta
 from twopool.router.attempts import ChoiceProgress, Flight, Gap, Phase, unrepeated
 from twopool.router.control import ControlPlane
+from twopool.router.interface import TokenLane
 from twopool.router.registry import Worker
 from twopool.router.worker_metrics import DispatchFigures, DispatchHistograms, DropReason
 
@@ -58,13 +59,36 @@ class TokenIntake:
         self._histograms = histograms
         self._clock = clock
         self._gapped: dict[RequestId, Flight] = {}
+        self._lanes: dict[RequestId, TokenLane] = {}
 
     def on_tokens(self, worker: Worker, deltas: tuple[TokenDelta, ...]) -> bool:
         """Deliver what is new of ``deltas``, sent by ``worker``; whether a request ended."""
-        flights = self._flights
+        flights, lanes = self._flights, self._lanes
         vocab_size = worker.info.vocab_size
         ended = False
         for delta in deltas:
+            lane = lanes.get(delta.request_id)
+            if (
+                lane is not None
+                and worker is lane.worker
+                and delta.attempt == lane.attempt
+                and delta.finish_reason is None
+                and delta.handover is None
+                and delta.choice == 0
+            ):
+                # The way of nearly every token.
+                token_ids, output_ids = delta.token_ids, lane.output_ids
+                if (
+                    len(token_ids) == 1
+                    and delta.index == len(output_ids)
+                    and 0 <= token_ids[0] < vocab_size
+                    and delta.prefill is None
+                ):
+                    output_ids.append(token_ids[0])
+                    if not lane.is_marked:
+                        lane.is_marked = True
+                        lane.mark(lane)
+                    continue
             flight = flights.get(delta.request_id)
             if (
                 flight is None
@@ -80,6 +104,8 @@ class TokenIntake:
                 self._drop("invalid")
                 self._owner.retry(flight, worker, f"{worker.worker_id} sent tokens that cannot be")
                 continue
+            if lane is not None:
+                self.close_lane(flight)
             if worker is not flight.source:
                 self._first_delta(flight, worker)
             choice = flight.choices[delta.choice]
@@ -93,13 +119,6 @@ class TokenIntake:
             has_reports = delta.prefill is not None or delta.handover is not None
             if is_single:
                 output_ids.append(token_ids[0])
-                lane = choice.lane
-                if lane is not None and delta.finish_reason is None and not has_reports:
-                    ids = lane.ids
-                    ids.append(token_ids[0])
-                    if len(ids) == 1:
-                        lane.wake()
-                    continue
             else:
                 output_ids.extend(token_ids)
             if has_reports:
@@ -108,13 +127,27 @@ class TokenIntake:
             ended |= is_last
             try:
                 flight.sink.on_tokens(delta)
-                if choice.lane is None and not choice.ended:
-                    choice.lane = flight.sink.lane(choice.index)
+                if flight.taken_over and not choice.ended:
+                    self._open_lane(flight, worker)
             except Exception:
                 # One request's consumer must not keep the others in this message from their tokens.
                 logger.exception("the sink failed", extra={"request_id": delta.request_id})
                 self._sink_failed(flight, is_last)
         return ended
+
+    def close_lane(self, flight: Flight) -> None:
+        """Every further token of this attempt goes the long way, until a lane is opened again. Idempotent."""
+        if flight.lane is not None:
+            flight.lane = None
+            del self._lanes[flight.request.request_id]
+            flight.sink.close_lane()
+
+    def _open_lane(self, flight: Flight, worker: Worker) -> None:
+        lane = flight.sink.lane()
+        # The sink may have ended the attempt from within.
+        if lane is not None and flight.attempt is not None and worker is flight.decode:
+            lane.open(worker, flight.attempt, flight.choices[0].output_ids)
+            flight.lane = self._lanes[flight.request.request_id] = lane
 
     def check_gaps(self) -> None:
         """Ask again for tokens still missing; give up on attempts that do not deliver them."""

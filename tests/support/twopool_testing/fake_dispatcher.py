@@ -1,13 +1,19 @@
 """A dispatcher without workers: it answers with ids a test chose, or holds still until the test moves it."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import Attempt, ChoiceIndex, RequestId, WorkerId
 from twopool.protocol.messages import FinishReason, PrefillReport, TokenDelta, TokenLogprobs
-from twopool.router.interface import RoutedRequest, TokenSink
+from twopool.router.interface import RoutedRequest, TokenLane, TokenSink
+from twopool.router.registry import Worker
+
+WORKER = cast(Worker, object())
+"""Who sends all tokens."""
 
 Script = Callable[[RoutedRequest, int], list[int]]
 
@@ -23,6 +29,7 @@ class FakeRequest:
     next_index: dict[int, int] = field(default_factory=dict)
     open_choices: set[int] = field(default_factory=set)
     cancelled: bool = False
+    lane: TokenLane | None = None
 
     def send(
         self,
@@ -32,13 +39,15 @@ class FakeRequest:
         stop_token_id: int | None = None,
     ) -> None:
         """The next tokens of ``choice``; a single one goes the short way where there is one, as the dispatcher does."""
-        lane = self.sink.lane(ChoiceIndex(choice)) if self.next_index.get(choice) else None
-        if lane is not None and len(token_ids) == 1 and finish_reason is None:
+        lane = self.lane
+        if lane is not None and lane.worker is WORKER and len(token_ids) == 1 and finish_reason is None:
             self.next_index[choice] += 1
-            lane.ids.append(token_ids[0])
-            if len(lane.ids) == 1:
-                lane.wake()
+            lane.output_ids.append(token_ids[0])
+            if not lane.is_marked:
+                lane.is_marked = True
+                lane.mark(lane)
             return
+        self.close_lane()
         index = self.next_index.get(choice, 0)
         report = None
         if not self.next_index:
@@ -64,7 +73,18 @@ class FakeRequest:
             )
         )
 
+        lane = self.sink.lane() if finish_reason is None else None
+        if lane is not None:
+            lane.open(WORKER, Attempt(0), array("i", [0] * self.next_index[choice]))
+            self.lane = lane
+
+    def close_lane(self) -> None:
+        if self.lane is not None:
+            self.lane = None
+            self.sink.close_lane()
+
     def fail(self, error: TwopoolError) -> None:
+        self.close_lane()
         self.open_choices.clear()
         self.sink.on_error(error)
 
@@ -113,6 +133,7 @@ class FakeDispatcher:
     def cancel(self, request_id: RequestId) -> None:
         self.cancelled.append(request_id)
         self.by_id[request_id].cancelled = True
+        self.by_id[request_id].close_lane()
         self._changed.set()
 
     def finish_choice(self, request_id: RequestId, choice: ChoiceIndex) -> None:

@@ -2,7 +2,8 @@
 
 import logging
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +38,7 @@ from twopool.protocol.messages import (
 )
 from twopool.router.dispatcher import RequestDispatcher
 from twopool.router.interface import RoutedRequest
+from twopool.router.registry import Worker
 from twopool.router.timings import Grant
 
 VOCAB_SIZE = 1000
@@ -100,18 +102,30 @@ class FakeSocket:
 class RecordingLane:
     """The short way into one choice of a sink; told apart by ``num_taken``, and strict about ``wake``."""
 
-    def __init__(self, ids: list[int]) -> None:
-        self.ids: list[int] = []
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self.attempt = Attempt(0)
+        self.output_ids: array[int] = array("i")
+        self.is_marked = False
+        self.mark: Callable[[Any], None] = self._mark
         self.num_taken = 0
-        self._taken = ids
+        self._num_seen = 0
 
-    def wake(self) -> None:
-        assert len(self.ids) == 1, "a wake without need"
+    def open(self, worker: Worker, attempt: Attempt, output_ids: "array[int]") -> None:
+        assert self.worker is None, "opened twice"
+        self.worker, self.attempt, self.output_ids = worker, attempt, output_ids
+        self._num_seen = len(output_ids)
 
-    def take(self) -> None:
-        self._taken.extend(self.ids)
-        self.num_taken += len(self.ids)
-        self.ids.clear()
+    def _mark(self, lane: Any) -> None:
+        assert lane is self and self.is_marked
+
+    def take(self) -> list[int]:
+        """What came this way since the last time."""
+        new = self.output_ids[self._num_seen :].tolist() if self.worker is not None else []
+        self._num_seen += len(new)
+        self.num_taken += len(new)
+        self.is_marked = False
+        return new
 
 
 class RecordingSink:
@@ -120,7 +134,7 @@ class RecordingSink:
     def __init__(self, num_choices: int, *, has_lanes: bool = False) -> None:
         """With ``has_lanes`` single tokens may come the short way."""
         self._output_ids: list[list[int]] = [[] for _ in range(num_choices)]
-        self.lanes: list[RecordingLane | None] = [RecordingLane(ids) if has_lanes else None for ids in self._output_ids]
+        self.short_way = RecordingLane() if has_lanes and num_choices == 1 else None
         self.finish_reasons: dict[int, FinishReason] = {}
         self.errors: list[TwopoolError] = []
         self.deltas: list[TokenDelta] = []
@@ -128,13 +142,17 @@ class RecordingSink:
 
     @property
     def output_ids(self) -> list[list[int]]:
-        for lane in self.lanes:
-            if lane is not None:
-                lane.take()
+        if self.short_way is not None:
+            self._output_ids[0] += self.short_way.take()
         return self._output_ids
 
-    def lane(self, choice: ChoiceIndex) -> RecordingLane | None:
-        return self.lanes[choice]
+    def lane(self) -> RecordingLane | None:
+        return self.short_way
+
+    def close_lane(self) -> None:
+        if self.short_way is not None:
+            self._output_ids[0] += self.short_way.take()
+            self.short_way.worker = None
 
     def on_granted(self, grant: Grant) -> None:
         assert not self.errors, "a grant after the end"
@@ -145,8 +163,9 @@ class RecordingSink:
         assert delta.choice not in self.finish_reasons, "tokens after a finish"
         assert delta.index == len(self.output_ids[delta.choice])
         assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
+        assert self.short_way is None or self.short_way.worker is None, "the long way while the short one is open"
         self.deltas.append(delta)
-        self.output_ids[delta.choice].extend(delta.token_ids)
+        self._output_ids[delta.choice].extend(delta.token_ids)
         if delta.finish_reason is not None:
             self.finish_reasons[delta.choice] = delta.finish_reason
 

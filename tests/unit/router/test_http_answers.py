@@ -287,12 +287,45 @@ async def test_steps_that_pile_up_merge_into_one_event(tiny_model: ModelInfo) ->
         response = await answering
         lines = response.aiter_lines()
         assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "a"
-        for token_id in (b, c, d):
+        fake.send(0, [b])  # opens the short way for those that follow
+        await asyncio.sleep(0.01)
+        assert await anext(lines) == ""
+        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "b"
+        for token_id in (c, d, a):
             fake.send(0, [token_id])
         assert await anext(lines) == ""
-        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "bcd"
+        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "cda"
         fake.send(0, [], "length")
         assert [line async for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("in_one_turn", [True, False])
+async def test_both_ways_of_a_token_keep_their_order(tiny_model: ModelInfo, chat: bool, in_one_turn: bool) -> None:
+    """Alone, several at once, within a character: whatever a turn of the loop mixes, each is written once, in order."""
+    steps = [[i] for i in ids_of(tiny_model, "a日b🙂c")]
+    steps += [ids_of(tiny_model, "def"), *([i] for i in ids_of(tiny_model, 'g"\\é')), ids_of(tiny_model, "hi")]
+    async with running_server(tiny_model, FakeDispatcher()) as server:
+        path = "chat/completions" if chat else "completions"
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+        body = {**prompt, "stream": True, "stream_options": {"include_usage": True}}
+        answering = asyncio.create_task(server.post(f"/v1/{path}", body))
+        fake = await server.dispatcher.request()
+        fake.send(0, steps[0])
+        await asyncio.sleep(0.01)
+        for step in steps[1:]:
+            fake.send(0, step)
+            if not in_one_turn:
+                await asyncio.sleep(0)
+        assert fake.lane is not None or len(steps[-1]) > 1
+        fake.send(0, ids_of(tiny_model, "!"), "length")
+        events = sse_events((await answering).text)[:-1]
+    choices = [event["choices"][0] for event in events[:-1]]
+    texts = [choice["delta"].get("content") if chat else choice["text"] for choice in choices]
+    assert "".join(text or "" for text in texts) == 'a日b🙂cdefg"\\éhi!'
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert events[-1]["usage"]["completion_tokens"] == sum(map(len, steps)) + 1
+    assert server.metric("twopool_generation_tokens_total") == sum(map(len, steps)) + 1
 
 
 @pytest.mark.parametrize("stream", [True, False])

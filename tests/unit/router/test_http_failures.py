@@ -161,17 +161,19 @@ async def test_a_client_that_leaves_while_sending(server: RunningServer) -> None
     assert server.metric("twopool_requests_total", outcome="cancelled") == 1
 
 
-async def test_a_reader_that_does_not_read_is_disconnected(tiny_model: ModelInfo) -> None:
-    """Memory stays bounded by ``max_stream_buffer_bytes`` (and one step)."""
+@pytest.mark.parametrize("num_tokens", [1, 5000])
+async def test_a_reader_that_does_not_read_is_disconnected(tiny_model: ModelInfo, num_tokens: int) -> None:
+    """Memory stays bounded by ``max_stream_buffer_bytes`` (and one step), whichever way tokens take."""
     async with running_server(tiny_model, FakeDispatcher(), max_stream_buffer_bytes=50_000) as server:
         with socket.create_connection(("127.0.0.1", server.server.port)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.sendall(raw_request({**CHAT, "stream": True, "ignore_eos": True}))
             fake = await server.dispatcher.request()
-            for _ in range(3000):
+            fake.send(0, [70])
+            for _ in range(40_000):
                 if fake.cancelled:
                     break
-                fake.send(0, [70] * 5000)
+                fake.send(0, [70] * num_tokens)
                 await asyncio.sleep(0)
             assert fake.cancelled
             assert server.metric("twopool_requests_total", outcome="slow_reader") == 1
