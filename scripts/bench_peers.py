@@ -9,6 +9,7 @@ of context. Peers come from environments below --envs; --install makes those tha
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -62,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     args.threads = args.threads or len(os.sched_getaffinity(0))
     start = time.monotonic()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:  # said now, not after minutes of measuring
+        print("bench_peers: --plot needs matplotlib: pip install 'twopool[bench]'", file=sys.stderr)
+        return 2
     try:
         report = _run(args)
     except TwopoolError as error:

@@ -49,10 +49,8 @@ def _cell(row: Row | None) -> str:
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
     """Bars by case and engine, with the range of the rounds, into one picture. Needs ``twopool[bench]``."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'twopool[bench]'") from error
+    from matplotlib.figure import Figure
+
     cases = list(dict.fromkeys(row.case for row in rows))
     engines = list(dict.fromkeys(row.engine for row in rows))
     figure = Figure(figsize=(2.6 * len(cases), 4), layout="constrained")
