@@ -96,7 +96,8 @@ class StreamAnswer:
         self._is_completed = False
         self.first: asyncio.Future[None] = loop.create_future()
         """Done with the first token; carries the error of an answer that fails before."""
-        self._ended: asyncio.Future[bool] = loop.create_future()
+        self._ended: asyncio.Future[bytes | None] = loop.create_future()
+        """The answer's last events, ``None`` when it is broken off."""
 
     def on_progress(self, index: int) -> None:
         if not self._dirty and self._is_open:
@@ -130,9 +131,10 @@ class StreamAnswer:
             self._is_open = True
             self.flush()
             self._generation.first_written()
-            if await self._ended:
+            last_events = await self._ended
+            if last_events is not None:
                 async with asyncio.timeout(self._last_bytes_timeout_s):
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await send({"type": "http.response.body", "body": last_events, "more_body": False})
             else:
                 await self._connection.close(timeout_s=self._last_bytes_timeout_s)
         except TimeoutError:  # the reader stopped reading with the end of the answer still in its buffer
@@ -143,12 +145,12 @@ class StreamAnswer:
 
     def _on_lost(self) -> None:
         self._generation.cancel()
-        self._end(whole=False)
+        self._end(None)
 
-    def _end(self, *, whole: bool) -> None:
+    def _end(self, last_events: bytes | None) -> None:
         self._is_over = True
         if not self._ended.done():
-            self._ended.set_result(whole)
+            self._ended.set_result(last_events)
 
     def flush(self) -> None:
         """Format all that is new and write it at once."""
@@ -158,7 +160,7 @@ class StreamAnswer:
         if connection.is_behind:
             self._generation.cancel("slow_reader")
             connection.abort()
-            self._end(whole=False)
+            self._end(None)
             return
         self._flush_events()
 
@@ -175,16 +177,19 @@ class StreamAnswer:
                 timings = self._generation.timings() if self._include_timings else None
                 events.append(self._writer.closing(usage, timings))
             events.append(DONE_EVENT)
+            self._end(b"".join(events))  # goes out with the end of the body
+            return
         if events:
             self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
+        if self._error is not None:
+            self._end(None)
+            return
         choices = self._generation.choices
         if self._is_plain and self._lane is None and self._started and choices[0].finish_reason is None:
             start, end = self._writer.plain_parts(0)
             self._lane = TokenLane(choices[0], self._connection.write, self._batcher, start, end)
             # In the lane nobody looks at how much the client leaves unread.
             self._connection.on_write_paused = self._lane.hold
-        if self._error is not None or self._is_completed:
-            self._end(whole=self._error is None)
 
     def _add_choice_events(self, index: int, events: list[bytes]) -> None:
         choice = self._generation.choices[index]

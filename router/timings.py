@@ -122,9 +122,9 @@ class Timeline:
     def server_timing(self) -> bytes:
         """The value of a ``Server-Timing`` header; durations in milliseconds."""
         seconds = self.seconds()
-        entries = [f"{name};dur={_ms(seconds[name])}" for name in PHASES if name in seconds]
+        entries = ["%s;dur=%.3f" % (name, seconds[name] * 1e3) for name in PHASES if name in seconds]
         if self.ttft_s is not None:
-            entries.append(f"ttft;dur={_ms(self.ttft_s)}")
+            entries.append("ttft;dur=%.3f" % (self.ttft_s * 1e3))
         return ", ".join(entries).encode()
 
 
