@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from twopool.protocol.errors import TwopoolError
+from twopool.protocol.processes import describe_exit
 
 ERROR_PREFIX = "twopool: error: "
 
@@ -156,18 +157,6 @@ class Child:
         if line.strip():
             self._tail.append(line)
         self._sink(self.name, line)
-
-
-def describe_exit(returncode: int | None) -> str:
-    """``"exit status 3"`` or ``"signal SIGKILL"``."""
-    if returncode is None:
-        return "no exit status"
-    if returncode >= 0:
-        return f"exit status {returncode}"
-    try:
-        return f"signal {signal.Signals(-returncode).name}"
-    except ValueError:  # a real-time signal
-        return f"signal {-returncode}"
 
 
 def _parse_announcement(line: str) -> Announcement | None:

@@ -5,14 +5,10 @@ process with threads.
 """
 
 import argparse
-import ctypes
 import os
-import signal
-import sys
 
 from twopool.protocol.errors import ConfigError
-
-_PR_SET_PDEATHSIG = 1
+from twopool.protocol.processes import die_with_parent
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,21 +23,6 @@ def apply(arguments: argparse.Namespace) -> None:
         die_with_parent(arguments.die_with_parent)
     if arguments.cpus is not None:
         pin_to_cpus(arguments.cpus)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, even of SIGKILL. Linux only; elsewhere nothing happens.
-
-    SIGKILL, because nobody would be left to see to it that a drain ends.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent_pid:  # it died before the line above
-        sys.exit(1)
 
 
 def pin_to_cpus(cpus: frozenset[int]) -> None:

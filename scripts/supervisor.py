@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from twopool.scripts.child import Child, ChildSpec, LineSink, describe_exit
+from twopool.protocol.processes import describe_exit
+from twopool.scripts.child import Child, ChildSpec, LineSink
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILL_GRACE_S = 5.0

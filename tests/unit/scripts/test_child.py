@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from twopool.scripts.child import Child, ChildExitedError, ChildSpec, Listening, Ready, describe_exit
+from twopool.protocol.processes import describe_exit
+from twopool.scripts.child import Child, ChildExitedError, ChildSpec, Listening, Ready
 
 
 async def run(script: str) -> tuple[Child, list[str]]:
