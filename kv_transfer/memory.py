@@ -1,5 +1,6 @@
 """Host memory for KV pools, laid out so that copying it is fast and a process of the same host may map it."""
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -9,15 +10,18 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 
 from twopool.protocol.messages import SharedPool
 
-_HUGE_PAGE = 2 * 1024 * 1024
+HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 FILE_PREFIX: Final = "twopool-kv-"
 
-_shared: Final[dict[int, tuple[mmap.mmap, SharedPool]]] = {}
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
+
+_shared: Final[dict[int, SharedPool]] = {}
 """Every memory of this process that others may map, by address: it lives as long as the process."""
 
 
@@ -27,25 +31,26 @@ def allocate_host_pool(num_bytes: int, *, shared: bool = False) -> torch.Tensor:
     A READ on one host pins the source's pages one by one: with 4 KiB pages that takes as long as the copy itself.
     Pages that were never written cost the first READ that lands in them a fault each.
 
-    ``shared`` memory can be mapped by processes of the same user on this host, which copies without any of that; the
-    kernel grants it huge pages by a setting of its own, which is often off. Where the system has no such memory it is
-    private after all.
+    ``shared`` memory can be mapped by processes of the same user on this host, which copies without any of that. The
+    kernel gives such memory no huge pages by itself (``shmem_enabled`` is ``never`` as a rule), but when it is asked
+    to put them together (Linux 6.1 or later). Where the system has no such memory it is private after all.
     """
-    size = max(1, -(-num_bytes // _HUGE_PAGE)) * _HUGE_PAGE
+    size = max(1, -(-num_bytes // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
     mapped = _map_shared(size) if shared else None
-    memory = mapped[0] if mapped else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    pool = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).zero_()
-    if mapped:
-        _shared[pool.data_ptr()] = mapped
-    return pool
+    if mapped is not None:
+        address, description = mapped
+        _shared[address] = description
+        memory: mmap.mmap | ctypes.Array[ctypes.c_uint8] = _bytes_at(address, size)
+    else:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).zero_()
 
 
 def shared_pool(pool: torch.Tensor) -> SharedPool | None:
     """How others on this host may map ``pool``; ``None`` where they may not."""
-    mapped = _shared.get(pool.data_ptr())
-    return mapped[1] if mapped else None
+    return _shared.get(pool.data_ptr())
 
 
 @cache
@@ -69,14 +74,12 @@ class MappedPool:
             raise OSError("the pool is on another host")
         self._process = os.pidfd_open(shared.pid)
         try:
-            self._memory = _map_for_reading(shared, num_bytes)
+            self.address, self._size = _map_for_reading(shared, num_bytes)
         except BaseException:
             os.close(self._process)
             raise
         self._ended = select.poll()
         self._ended.register(self._process, select.POLLIN)
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        self.address = int(self._bytes.ctypes.data)
         self.num_bytes = num_bytes
 
     @property
@@ -85,12 +88,11 @@ class MappedPool:
 
     def close(self) -> None:
         """Unmap it; nobody may be reading."""
-        del self._bytes
-        self._memory.close()
+        _libc().munmap(self.address, self._size)
         os.close(self._process)
 
 
-def _map_shared(size: int) -> tuple[mmap.mmap, SharedPool] | None:
+def _map_shared(size: int) -> tuple[int, SharedPool] | None:
     if not boot_id() or not hasattr(os, "memfd_create"):
         return None
     token = secrets.token_hex(16)
@@ -100,21 +102,73 @@ def _map_shared(size: int) -> tuple[mmap.mmap, SharedPool] | None:
         os.ftruncate(fd, size)
         # A file that shrank would kill whoever reads its mapping.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+        address = _map_aligned(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:
         return None
-    return memory, SharedPool(boot_id=boot_id(), pid=os.getpid(), fd=fd, token=token)
+    _collapse(address, size)
+    return address, SharedPool(boot_id=boot_id(), pid=os.getpid(), fd=fd, token=token)
 
 
-def _map_for_reading(shared: SharedPool, num_bytes: int) -> mmap.mmap:
+def _collapse(address: int, size: int) -> None:
+    """Put huge pages under memory that was not touched yet; where the kernel cannot, it stays in small ones."""
+    memory = _bytes_at(address, size)
+    for start in range(0, size, HUGE_PAGE_BYTES):
+        memory[start] = 0  # only ranges with a page in use are put together
+    _libc().madvise(address, size, _MADV_COLLAPSE)
+
+
+def _map_for_reading(shared: SharedPool, num_bytes: int) -> tuple[int, int]:
+    """Address and size of the mapping."""
     path = f"/proc/{shared.pid}/fd/{shared.fd}"
     # In another container these numbers mean something else.
     if os.readlink(path).split(" ")[0] != f"/memfd:{FILE_PREFIX}{shared.token}":
         raise OSError("another file has the pool's number")
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < num_bytes:
+        size = os.fstat(fd).st_size
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or not 0 < num_bytes <= size:
             raise OSError("the pool's file is too short, or may become so")
-        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        return _map_aligned(fd, size, mmap.PROT_READ), size
     finally:
         os.close(fd)
+
+
+def _map_aligned(fd: int, size: int, protection: int) -> int:
+    """Map all of ``fd`` where huge pages of the file can be huge pages of the mapping; the address."""
+    libc = _libc()
+    room = size + HUGE_PAGE_BYTES
+    start = _checked(libc.mmap(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
+    address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        _checked(libc.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0))
+    except OSError:
+        libc.munmap(start, room)
+        raise
+    if address > start:
+        libc.munmap(start, address - start)
+    end = -(-(address + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if start + room > end:
+        libc.munmap(end, start + room - end)
+    return address
+
+
+def _checked(address: int | None) -> int:
+    if address is None or address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"the pool cannot be mapped: {os.strerror(number)}")
+    return address
+
+
+def _bytes_at(address: int, size: int) -> "ctypes.Array[ctypes.c_uint8]":
+    return (ctypes.c_uint8 * size).from_address(address)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """The C library: Python's ``mmap`` cannot choose an address."""
+    library = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes, library.mmap.restype = [pointer, size, number, number, number, ctypes.c_int64], pointer
+    library.munmap.argtypes, library.munmap.restype = [pointer, size], number
+    library.madvise.argtypes, library.madvise.restype = [pointer, size, number], number
+    return library
