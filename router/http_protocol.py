@@ -94,6 +94,11 @@ class ClientConnection:
         """
         self.write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    async def drained(self) -> None:
+        """Wait until the client has taken nearly all that was written."""
+        if self._flow.write_paused:
+            await self._flow.drain()
+
     def abort(self) -> None:
         """Drop the connection and what it has buffered."""
         self._transport.abort()
@@ -172,6 +177,18 @@ class RouterHttpProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
             if self._header_bytes > self.config.max_header_bytes:
                 self._refuse(self._headers_too_large())
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Also where the client has not even read its last answer: that a mere ``close`` would wait for, for ever."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

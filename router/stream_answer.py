@@ -135,6 +135,7 @@ class StreamAnswer:
             if last_events is not None:
                 async with asyncio.timeout(self._last_bytes_timeout_s):
                     await send({"type": "http.response.body", "body": last_events, "more_body": False})
+                    await self._connection.drained()
             else:
                 await self._connection.close(timeout_s=self._last_bytes_timeout_s)
         except TimeoutError:  # the reader stopped reading with the end of the answer still in its buffer

@@ -122,9 +122,9 @@ class Timeline:
     def server_timing(self) -> bytes:
         """The value of a ``Server-Timing`` header; durations in milliseconds."""
         seconds = self.seconds()
-        entries = ["%s;dur=%.3f" % (name, seconds[name] * 1e3) for name in PHASES if name in seconds]
+        entries = [f"{name};dur={seconds[name] * 1e3:.3f}" for name in PHASES if name in seconds]
         if self.ttft_s is not None:
-            entries.append("ttft;dur=%.3f" % (self.ttft_s * 1e3))
+            entries.append(f"ttft;dur={self.ttft_s * 1e3:.3f}")
         return ", ".join(entries).encode()
 
 
