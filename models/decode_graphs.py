@@ -20,7 +20,7 @@ from torch import Tensor
 
 from twopool.kernels.attention import AttentionPlan
 from twopool.kernels.gpu.attention import SPLIT, TritonAttentionPlan, work_lists
-from twopool.models.batch import ForwardBatch
+from twopool.models.batch import DecodeInputs, ForwardBatch
 from twopool.models.decoder import Decoder
 
 Ints = npt.NDArray[np.int32]
@@ -33,18 +33,6 @@ def batch_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes worth a graph of their own: 1, 2, 4, then multiples of 8 to 64, of 16 to 256, of 64 beyond."""
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_num_seqs + 64, 64)}
     return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """One row for each of S sequences, on the host."""
-
-    token_ids: Ints
-    """[S] int32"""
-    context_lens: Ints
-    """[S] int32, tokens in the cache after this step; the row's position is one less"""
-    block_tables: Ints
-    """[S, max_blocks] int32, padded with 0; wide enough for each context"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +102,7 @@ class StaticStep:
         self._windows = sorted(decoder.windows, key=lambda window: window or 0)
         self._layout = Layout(bucket, max_blocks, len(self._windows), max_items)
         self._num_slots = num_slots
-        self._group = decoder.config.num_heads // decoder.config.num_kv_heads
+        self._group = decoder.num_heads_local // decoder.num_kv_heads_local
         device = kv_pool.device
         self._host = torch.zeros(self._layout.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
@@ -257,9 +245,13 @@ class DecodeGraphs:
         self._graphs = graphs[::-1]
 
     def accepts(self, inputs: DecodeInputs) -> bool:
-        """Whether ``run`` can take this batch."""
+        """Whether ``run`` can take this batch; none before ``capture``."""
         num_seqs = len(inputs.token_ids)
-        return 0 < num_seqs <= self._buckets[-1] and self._steps[self._place(num_seqs)].accepts(inputs)
+        return (
+            bool(self._graphs)
+            and 0 < num_seqs <= self._buckets[-1]
+            and self._steps[self._place(num_seqs)].accepts(inputs)
+        )
 
     @torch.inference_mode()
     def run(self, inputs: DecodeInputs) -> Tensor:

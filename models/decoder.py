@@ -10,6 +10,7 @@ from torch import Tensor
 
 from twopool.kernels.activation import gated_activation
 from twopool.kernels.attention import AttentionPlan, paged_attention, plan_attention
+from twopool.kernels.collectives import Collective
 from twopool.kernels.kv_cache import slot_rows
 from twopool.kernels.linear import linear
 from twopool.kernels.qkv import rotate_and_cache
@@ -20,11 +21,14 @@ from twopool.models.config import DecoderConfig
 from twopool.models.layers import (
     DecoderWeights,
     LayerWeights,
+    TensorSource,
     expected_tensors,
     load_weights,
     unused_tensors,
 )
 from twopool.models.rope import RotaryTable
+from twopool.models.sharding import Shard
+from twopool.models.tensor_parallel import PartSource, TensorParallel, whole
 from twopool.models.weights import WeightFiles
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,12 +52,27 @@ class Decoder:
     """Weights of a decoder-only transformer and its forward pass over a paged KV pool.
 
     The KV pool is one contiguous tensor
-    [num_blocks, num_kv_heads, num_layers, 2 (K, V), block_size, head_dim] of the decoder's dtype, on
+    [num_blocks, num_kv_heads_local, num_layers, 2 (K, V), block_size, head_dim] of the decoder's dtype, on
     its device. A decoder has no state of its own: it may serve several pools.
+
+    With `parallel` it is one rank of a group: it holds the KV heads from ``kv_head_start`` on, and every rank has to
+    be given the same batches in the same order.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, weights_fingerprint: str) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        weights_fingerprint: str,
+        parallel: TensorParallel | None = None,
+    ) -> None:
         self.config = config
+        part = whole(config) if parallel is None else parallel.part
+        self.num_heads_local = part.num_heads_local
+        self.num_kv_heads_local = part.num_kv_heads_local
+        self.kv_head_start = part.kv_head_start
+        self._parallel = parallel
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._weights = weights
@@ -62,29 +81,43 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, folder: Path, *, dtype: torch.dtype, device: torch.device, deterministic_gemm: bool = False
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic_gemm: bool = False,
+        shard: Shard | None = None,
+        collective: Collective | None = None,
     ) -> "Decoder":
         """Read config.json and the safetensors files of `folder`, converting to `dtype`.
 
         deterministic_gemm: on a GPU, make a token's bits independent of its batch in the projections too.
+        shard, collective: hold and read this rank's part only, and compute with the others.
 
-        Raises ModelError: what is missing, damaged or not supported, and in which file.
+        Raises ModelError: what is missing, damaged or not supported, and in which file; ConfigError for a degree that
+        the model cannot be cut for.
         """
         if dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"dtype must be one of {SUPPORTED_DTYPES}, not {dtype}")
         config = DecoderConfig.from_folder(folder)
+        parallel = TensorParallel.of(config, shard, collective)
         files = WeightFiles(folder)
         expected = expected_tensors(config)
         files.check(expected, unused_tensors(config))
+        tensors: TensorSource = files if parallel is None else PartSource(files, config, parallel)
         with torch.inference_mode():
-            weights = load_weights(config, files, dtype=dtype, device=device, deterministic_gemm=deterministic_gemm)
-        return cls(config, weights, weights_fingerprint=files.fingerprint(list(expected)))
+            weights = load_weights(config, tensors, dtype=dtype, device=device, deterministic_gemm=deterministic_gemm)
+        return cls(config, weights, weights_fingerprint=files.fingerprint(list(expected)), parallel=parallel)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits.
 
-        on_layer: called with n once the K and V of the first n layers are written; see `reports_layers`.
+        Ranks above 0 of a group return [0, vocab_size].
+        on_layer: called with n once the K and V of the first n layers are written on every rank; see `reports_layers`.
+
+        Raises CollectiveError when the other ranks are gone, late or at another step.
         """
         self._check_pool(kv_pool)
         return self.forward_planned(batch, kv_pool, self.plan(batch, kv_pool), on_layer=on_layer)
@@ -118,12 +151,16 @@ class Decoder:
             on_layer=on_layer,
         )
         hidden = self._hidden(batch, step)
-        return linear(hidden, self._weights.head).float()
+        logits = linear(hidden, self._weights.head).float()
+        if self._parallel is None:
+            return logits
+        gathered = self._parallel.collective.gather_columns(logits, self._parallel.vocab_widths)
+        return logits.new_empty((0, self.config.vocab_size)) if gathered is None else gathered
 
     def fingerprint(self) -> str:
         """sha256 of what the numbers mean: equal files give equal values on every machine.
 
-        The dtype computed in is not part of it; the KV geometry names that.
+        The dtype computed in is not part of it, which the KV geometry names, nor is the number of ranks.
         """
         parts = f"{self.config.fingerprint()} {self._weights_fingerprint}"
         return hashlib.sha256(parts.encode()).hexdigest()
@@ -131,22 +168,40 @@ class Decoder:
     def _hidden(self, batch: ForwardBatch, step: _Step) -> Tensor:
         """-> [R, hidden_size], the normalised last hidden state of the wanted rows."""
         weights, eps = self._weights, self.config.rms_norm_eps
-        residual = gather_rows(weights.embedding, batch.token_ids)  # [T, hidden_size]
+        residual = self._embedded(batch.token_ids)
         normed = rms_norm(residual, weights.layers[0].input_norm, eps)
         for number, layer in enumerate(weights.layers):
             attended = self._attention(normed, number, layer, step)
-            if step.on_layer is not None:
+            if step.on_layer is not None and self._parallel is None:
                 step.on_layer(number + 1)
             last = number + 1 == len(weights.layers)
             if last:  # the rest of the last layer matters only where logits are wanted
                 attended = gather_rows(attended, batch.logit_rows)
                 residual = gather_rows(residual, batch.logit_rows)
-            attended = linear(attended, layer.output)
+            attended = self._summed(linear(attended, layer.output))
+            if step.on_layer is not None and self._parallel is not None:  # now the other ranks have written theirs
+                step.on_layer(number + 1)
             normed = add_rms_norm_(attended, residual, layer.post_attention_norm, eps)
             inner = gated_activation(linear(normed, layer.gate_up), self.config.activation)
             following = weights.final_norm if last else weights.layers[number + 1].input_norm
-            normed = add_rms_norm_(linear(inner, layer.down), residual, following, eps)
+            normed = add_rms_norm_(self._summed(linear(inner, layer.down)), residual, following, eps)
         return normed
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, hidden_size]; a rank has rows for its own tokens only."""
+        embedding = self._weights.embedding
+        if self._parallel is None:
+            return gather_rows(embedding, token_ids)
+        places = token_ids - self._parallel.part.vocab_rows.start
+        last = embedding.shape[0] - 1
+        rows = gather_rows(embedding, places.clamp(0, last))
+        return self._summed(rows.masked_fill_(((places < 0) | (places > last))[:, None], 0))
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self._parallel is not None:
+            self._parallel.collective.all_reduce_(partial)
+        return partial
 
     def _attention(self, normed: Tensor, number: int, layer: LayerWeights, step: _Step) -> Tensor:
         """normed [T, hidden_size] -> [T, num_heads * head_dim], before the output projection."""
@@ -160,7 +215,7 @@ class Decoder:
             kv_pool=step.kv_pool,
             layer=number,
             rows=step.kv_rows,
-            num_heads=config.num_heads,
+            num_heads=self.num_heads_local,
         )
         attended = paged_attention(
             queries,
@@ -182,14 +237,14 @@ class Decoder:
             context_lens=batch.context_lens_host,
             block_tables=batch.block_tables,
             kv_pool=kv_pool,
-            num_heads=self.config.num_heads,
+            num_heads=self.num_heads_local,
             sliding_window=window,
             dtype=self.dtype,
         )
 
     def _check_pool(self, kv_pool: Tensor) -> None:
         config = self.config
-        wanted = (config.num_kv_heads, config.num_layers, 2, config.head_dim)
+        wanted = (self.num_kv_heads_local, config.num_layers, 2, config.head_dim)
         shape = kv_pool.shape
         if len(shape) != 6 or (*shape[1:4], shape[5]) != wanted or not kv_pool.is_contiguous():
             raise ValueError(

@@ -17,8 +17,8 @@ _FINAL_NORM = "model.norm.weight"
 class TensorSource(Protocol):
     """Where tensors come from, by the names checkpoints give them."""
 
-    def read(self, name: str) -> Tensor:
-        """The tensor ``name``, of any floating-point dtype, on any device."""
+    def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor ``name``, or some of its rows and columns, of any floating-point dtype, on any device."""
         ...
 
 
@@ -29,7 +29,7 @@ class LayerWeights:
     input_norm: Tensor
     """[hidden_size]"""
     qkv: LinearWeight
-    """hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values"""
+    """hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values; of the rank's heads"""
     q_norm: Tensor | None
     """[head_dim]"""
     k_norm: Tensor | None
@@ -44,10 +44,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """A whole decoder, on one device in one dtype."""
+    """A whole decoder or one rank's part of it, on one device in one dtype."""
 
     embedding: Tensor
-    """[vocab_size, hidden_size]"""
+    """[vocab_size, hidden_size], of the rank's tokens"""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     """[hidden_size]"""

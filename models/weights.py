@@ -95,11 +95,20 @@ class WeightFiles:
                 "use; the model would compute something else than it was trained for"
             )
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the host, of the file's dtype, backed by the mapped file: copy it."""
+    def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor on the host, of the file's dtype, backed by the mapped file: copy it.
+
+        rows, columns: that part only; of the rest nothing is read.
+        """
         entry = self._entries[name]
         try:
-            tensor: Tensor = self._open_files[entry.path].get_tensor(name)
+            file = self._open_files[entry.path]
+            if rows is None and columns is None:
+                tensor: Tensor = file.get_tensor(name)
+            elif columns is None:
+                tensor = file.get_slice(name)[rows]
+            else:
+                tensor = file.get_slice(name)[rows or slice(None), columns]
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{entry.path}: tensor {name} cannot be read: {error}") from error
         return tensor

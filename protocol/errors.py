@@ -70,6 +70,13 @@ class CorruptKvError(TransferError):
     kind = "corrupt"
 
 
+class CollectiveError(TwopoolError):
+    """The ranks of a tensor-parallel group can no longer compute together: one is gone, late, or at another step.
+
+    The group cannot go on; its worker has to end.
+    """
+
+
 class InvalidRequestError(TwopoolError):
     """The client's request is wrong; ``param`` names the field."""
 
