@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from twopool.engine.block_pool import BlockPool, Reservation
 from twopool.engine.requests import AttemptKey
 from twopool.engine.source_links import SourceLink
 from twopool.engine.tickets import num_units
-from twopool.kv_transfer.checksums import unit_checksums, units_to_check
+from twopool.kv_transfer.checksums import ChecksumRequest, units_to_check
 from twopool.kv_transfer.fault_points import FaultPoints
-from twopool.kv_transfer.interface import FetchHandle, FetchReport, FetchRequest, KvTransport
+from twopool.kv_transfer.interface import FetchHandle, FetchReport, FetchRequest, KvTransport, PeerLink
+from twopool.kv_transfer.layout import source_columns
 from twopool.protocol.errors import (
     CorruptKvError,
     PeerLostError,
@@ -46,17 +46,20 @@ SLOWEST_LINK_BYTES_PER_S = 10e6
 
 @dataclass(frozen=True, kw_only=True)
 class KvMemory:
-    """What incoming KV needs of a worker. ``memory`` is its KV pool, of ``geometry.shape``."""
+    """What incoming KV needs of a worker. ``ranks`` are the shapes of its KV pools, of each rank."""
 
     pool: BlockPool
-    memory: torch.Tensor
-    geometry: KvGeometry
+    ranks: tuple[KvGeometry, ...]
     transport: KvTransport
     faults: FaultPoints
     verify: KvVerify
     on_fetched: Callable[[FetchReport], None]
     on_verified: Callable[[int], None]
     on_failed: Callable[[PeerRef, TransferError], None]
+
+    @property
+    def num_layers(self) -> int:
+        return self.ranks[0].num_layers
 
 
 class SourceDialog:
@@ -156,7 +159,7 @@ class IncomingKv:
     @property
     def num_covered(self) -> int:
         """Tokens that are here or on their way with all of their layers."""
-        if self._spans and self._spans[-1].layer_end < self._worker.geometry.num_layers:
+        if self._spans and self._spans[-1].layer_end < self._worker.num_layers:
             return self._spans[-1].start_token
         return self._num_offered
 
@@ -205,12 +208,12 @@ class IncomingKv:
         """Where the ticket's KV goes, if it continues what came before and stands for exactly these tokens."""
         span = self._spans[-1] if self._spans else None
         wanted = (self._num_offered, 0)
-        if span is not None and span.layer_end < self._worker.geometry.num_layers:
+        if span is not None and span.layer_end < self._worker.num_layers:
             wanted = (span.start_token, span.layer_end)
         given = (ticket.start_token, ticket.layer_start)
         if given != wanted or (wanted[1] and span is not None and ticket.end_token != span.end_token):
             raise TicketError(f"a ticket for (token, layer) {given} does not continue at {wanted}")
-        if not ticket.layer_start < ticket.layer_end <= self._worker.geometry.num_layers:
+        if not ticket.layer_start < ticket.layer_end <= self._worker.num_layers:
             raise TicketError(f"there are no layers {ticket.layer_start} to {ticket.layer_end}")
         if not ticket.start_token < ticket.end_token <= len(self._token_ids):
             raise TicketError(
@@ -247,41 +250,44 @@ class IncomingKv:
                 layer_start=ticket.layer_start,
                 layer_end=ticket.layer_end,
             ),
-            timeout_s=FETCH_TIMEOUT_S + len(blocks) * self._worker.geometry.block_bytes / SLOWEST_LINK_BYTES_PER_S,
+            timeout_s=FETCH_TIMEOUT_S + len(blocks) * self._block_bytes / SLOWEST_LINK_BYTES_PER_S,
         )
         report = await part.handle.wait()
         self._worker.on_fetched(report)
         if self._worker.verify != "off":
-            await self._verify(part)
+            await self._verify(part, kv_link)
         return report
 
-    async def _verify(self, part: _Part) -> None:
+    @property
+    def _block_bytes(self) -> int:
+        return sum(rank.block_bytes for rank in self._worker.ranks)
+
+    async def _verify(self, part: _Part, kv_link: PeerLink) -> None:
         """Compare the checksums the source sent with those of what landed."""
-        ticket, geometry = part.ticket, self._worker.geometry
-        remote = self._dialog.link.block_size
-        unit_tokens = min(geometry.block_size, remote)
+        ticket, ranks = part.ticket, self._worker.ranks
+        sources = [rank.geometry for rank in kv_link.peer.ranks]
+        unit_tokens = min(ranks[0].block_size, sources[0].block_size)
         units = units_to_check(self._worker.verify, num_units(ticket, unit_tokens))
         if not np.array_equal(units, unpack_ids(ticket.checked)):
             raise TicketError("the checksums asked for did not come with the ticket")
         theirs = np.frombuffer(ticket.checksums, dtype="<u8")
-        if len(theirs) != len(units) * geometry.num_kv_heads:
-            raise TicketError(f"{len(theirs)} checksums for {len(units)} units of {geometry.num_kv_heads} heads")
-        ours = await asyncio.to_thread(
-            unit_checksums,
-            self._worker.memory,
-            geometry,
-            block_ids=np.asarray(part.span.blocks, dtype=np.int32),
-            start_token=ticket.start_token,
-            unit_tokens=unit_tokens,
-            layers=(ticket.layer_start, ticket.layer_end),
-            units=units,
+        num_heads = sum(source.num_kv_heads_local for source in sources)
+        if len(theirs) != len(units) * num_heads:
+            raise TicketError(f"{len(theirs)} checksums for {len(units)} units of {num_heads} heads")
+        ours = await self._worker.transport.checksums(
+            ChecksumRequest(
+                block_ids=np.asarray(part.span.blocks, dtype=np.int32),
+                start_token=ticket.start_token,
+                unit_tokens=unit_tokens,
+                layers=(ticket.layer_start, ticket.layer_end),
+                units=units,
+            )
         )
-        heads = slice(geometry.kv_head_start, geometry.kv_head_start + geometry.num_kv_heads_local)
-        wrong = (ours != theirs.reshape(len(units), geometry.num_kv_heads)[:, heads]).any(axis=1)
+        wrong = (ours != theirs.reshape(len(units), num_heads)[:, source_columns(ranks, sources)]).any(axis=1)
         if wrong.any():
             raise CorruptKvError(f"{int(wrong.sum())} of {len(units)} checked units arrived changed")
-        layer_bytes = 2 * unit_tokens * geometry.layer_bytes // (2 * geometry.block_size) * geometry.num_kv_heads_local
-        self._worker.on_verified(len(units) * layer_bytes * (ticket.layer_end - ticket.layer_start))
+        token_bytes = self._block_bytes // (ranks[0].block_size * self._worker.num_layers)
+        self._worker.on_verified(len(units) * unit_tokens * token_bytes * (ticket.layer_end - ticket.layer_start))
 
     def _on_read_over(self, read: "asyncio.Task[FetchReport]") -> None:
         """A READ that failed ends the dialog at once, whatever else it waits for."""

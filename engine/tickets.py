@@ -1,29 +1,26 @@
 """Tickets on the source's side: writing them, and answering after the read whether they still hold."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
-import torch
 
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.requests import AttemptKey
-from twopool.kv_transfer.checksums import unit_checksums, units_to_check
-from twopool.protocol.geometry import KvGeometry
+from twopool.kv_transfer.checksums import ChecksumRequest, units_to_check
+from twopool.kv_transfer.interface import KvTransport
 from twopool.protocol.ids import BlockId
 from twopool.protocol.messages import KvReady, KvVerify, PeerIdentity, Ticket, pack_ids, unpack_ids
 from twopool.protocol.token_hash import HashChain, TokenIds
 
 
 class TicketWriter:
-    """Writes tickets for the blocks of one worker. ``memory`` is its KV pool, of ``geometry.shape``."""
+    """Writes tickets for the blocks of one worker, whose KV ``transport`` offers."""
 
-    def __init__(self, pool: BlockPool, memory: torch.Tensor, geometry: KvGeometry) -> None:
+    def __init__(self, pool: BlockPool, transport: KvTransport, *, num_layers: int) -> None:
         self.pool = pool
-        self.num_layers = geometry.num_layers
-        self._memory = memory
-        self._geometry = geometry
+        self.num_layers = num_layers
+        self._transport = transport
 
     def edge(self, reader: PeerIdentity) -> int:
         """Tokens between the points at which a block of either side ends: tickets end there, but for the last."""
@@ -55,18 +52,17 @@ class TicketWriter:
         )
 
     async def ready(self, ticket: Ticket, mode: KvVerify, reader: PeerIdentity) -> KvReady:
-        """The message that offers ``ticket``, with the checksums ``mode`` asks for, computed on another thread."""
+        """The message that offers ``ticket``, with the checksums ``mode`` asks for. Raises ``TransferError``."""
         unit_tokens = min(self.pool.block_size, reader.ranks[0].geometry.block_size)
         units = units_to_check(mode, num_units(ticket, unit_tokens))
-        sums = await asyncio.to_thread(
-            unit_checksums,
-            self._memory,
-            self._geometry,
-            block_ids=unpack_ids(ticket.block_ids),
-            start_token=ticket.start_token,
-            unit_tokens=unit_tokens,
-            layers=(ticket.layer_start, ticket.layer_end),
-            units=units,
+        sums = await self._transport.checksums(
+            ChecksumRequest(
+                block_ids=unpack_ids(ticket.block_ids),
+                start_token=ticket.start_token,
+                unit_tokens=unit_tokens,
+                layers=(ticket.layer_start, ticket.layer_end),
+                units=units,
+            )
         )
         checksums = sums.astype("<u8", copy=False).tobytes()
         return KvReady(msgspec.structs.replace(ticket, checked=pack_ids(units), checksums=checksums))

@@ -24,7 +24,6 @@ from twopool.engine.core import Engine
 from twopool.engine.grammar import GrammarEngine
 from twopool.engine.incoming import KvMemory
 from twopool.engine.loading import LoadedModel, load_model
-from twopool.engine.model_runner import ModelRunner
 from twopool.engine.prefix_source import PrefixSource
 from twopool.engine.requests import LayerProgress, StepOutput
 from twopool.engine.router_link import RouterHandler, RouterLinks
@@ -156,7 +155,7 @@ class WorkerHost:
             faults=self.faults,
             loop=self._loop,
         )
-        self.executor: StepExecutor = _executor(model, self.faults, self._on_layers)
+        self.executor: StepExecutor = _executor(model, config, self.faults, self._on_layers)
         self.engine = Engine(
             pool=self.pool,
             grammars=GrammarEngine(model.folder, model.decoder.config.vocab_size),
@@ -165,18 +164,17 @@ class WorkerHost:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_waiting=config.max_waiting,
                 max_model_len=config.max_model_len or model.max_model_len,
-                vocab_size=model.decoder.config.vocab_size,
+                vocab_size=model.num_valid_tokens,
             ),
             executor=self.executor,
             on_step=self._on_step,
             layer_marks=layer_marks(model.geometry.num_layers, config.kv_layer_groups),
         )
-        self.tickets = TicketWriter(self.pool, model.kv_pool, model.geometry)
+        self.tickets = TicketWriter(self.pool, self.transport, num_layers=model.geometry.num_layers)
         self.prefixes = PrefixSource(self.tickets, lease_s=config.pin_lease_s, on_reclaimed=self.on_reclaimed)
         self.kv_memory = KvMemory(
             pool=self.pool,
-            memory=model.kv_pool,
-            geometry=model.geometry,
+            ranks=tuple(rank.geometry for rank in self.transport.describe()),
             transport=self.transport,
             faults=self.faults,
             verify=cast(KvVerify, config.kv_verify),
@@ -323,11 +321,10 @@ class WorkerHost:
             role=self._role_name,
             epoch=self.pool.epoch,
             transport=self.transport.name,
-            ranks=(self.transport.describe(),),
+            ranks=self.transport.describe(),
         )
 
     def _registration(self) -> Register:
-        config = self._model.decoder.config
         return Register(
             protocol_version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -338,12 +335,12 @@ class WorkerHost:
             peer_address=self._server.address,
             max_model_len=self.engine.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
-            vocab_size=config.vocab_size,
+            vocab_size=self._model.num_valid_tokens,
             block_size=self.config.block_size,
             num_blocks=self.pool.num_blocks,
             tp_size=self.config.tensor_parallel_size,
             dtype=self.geometry.dtype,
-            kernel_backend="torch",
+            kernel_backend=self._model.kernel_backend,
             local_prefill=self.config.local_prefill,
         )
 
@@ -406,9 +403,11 @@ def layer_marks(num_layers: int, num_groups: int) -> tuple[int, ...]:
     return tuple(num_layers * (group + 1) // groups for group in range(groups)) if groups > 1 else ()
 
 
-def _executor(model: LoadedModel, faults: FaultPoints, on_layers: Callable[[int], None]) -> StepExecutor:
+def _executor(
+    model: LoadedModel, config: WorkerConfig, faults: FaultPoints, on_layers: Callable[[int], None]
+) -> StepExecutor:
     """The warmed-up executor of this process's rank."""
-    runner = ModelRunner(model.decoder, model.kv_pool, on_layers=on_layers)
+    runner = model.runner(config, on_layers=on_layers)
     runner.warm_up()
     executor = ThreadExecutor(runner.run)
     return _HoldingExecutor(executor, faults) if faults.is_active else executor

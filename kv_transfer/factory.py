@@ -7,7 +7,7 @@ import torch
 from twopool.kv_transfer.agent import ReadAgent
 from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.faulty_agent import FaultyAgent
-from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, KvTransport
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.kv_transfer.local import LocalAgent, LocalFabric
 from twopool.kv_transfer.mapped import MappingAgent
 from twopool.kv_transfer.transport import RankTransport
@@ -29,7 +29,7 @@ def create_transport(
     fabric: LocalFabric | None = None,
     faults: FaultPoints | None = None,
     loop: asyncio.AbstractEventLoop,
-) -> KvTransport:
+) -> RankTransport:
     """The transport ``name`` ("nixl" or "local") for one rank's pool. Blocks for seconds: call it before serving.
 
     ``pool`` is the whole pool, contiguous, ``geometry.pool_bytes`` long, any dtype and shape, on the device

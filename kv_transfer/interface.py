@@ -1,7 +1,8 @@
 """Moving KV blocks between workers: the one interface every transport fulfils.
 
-All movement is a one-sided READ into the reader's own pool. A transport belongs to one rank and owns one pool of
-``geometry.num_blocks`` blocks. The last one, ``RankPool.canary_block``, holds known bytes that peers read in the
+All movement is a one-sided READ into the reader's own pool. A transport is one worker's: of one rank that owns one pool
+of ``geometry.num_blocks`` blocks, or of a group of ranks that own such a pool each, in which a block id means the same
+tokens. The last block, ``RankPool.canary_block``, holds known bytes that peers read in the
 handshake; a worker's block pool manages blocks ``[0, num_blocks - NUM_RESERVED_BLOCKS)`` and leaves that one alone.
 
 Every method is called on the event loop given at creation and returns at once or is awaited; the work happens on a
@@ -30,6 +31,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from twopool.kv_transfer.checksums import ChecksumRequest, Checksums
 from twopool.protocol.errors import TransferError
 from twopool.protocol.messages import PeerIdentity, RankPool
 
@@ -65,7 +67,7 @@ class FetchReport:
     """What a finished fetch took.
 
     ``num_ranges`` counts contiguous runs after merging, ``num_posts`` the READ operations posted that carried any of
-    them; ``transfer_s`` is from the first post to the last completion.
+    them, both over all ranks; ``transfer_s`` is from the first post to the last completion on the slowest rank.
     """
 
     num_bytes: int
@@ -114,12 +116,12 @@ class PeerLink(Protocol):
 
 
 class KvTransport(Protocol):
-    """One rank's end of KV movement, both as reader (``connect``, ``fetch``) and as source (``describe``)."""
+    """A worker's end of KV movement, both as reader (``connect``, ``fetch``) and as source (``describe``)."""
 
     name: str
 
-    def describe(self) -> RankPool:
-        """This rank's pool for ``PeerIdentity.ranks``; the same at every call."""
+    def describe(self) -> tuple[RankPool, ...]:
+        """The pool of each rank for ``PeerIdentity.ranks``; the same at every call."""
         ...
 
     async def connect(self, peer: PeerIdentity, *, timeout_s: float) -> PeerLink:
@@ -147,6 +149,13 @@ class KvTransport(Protocol):
 
         While true the transport answers peers at once while they keep it busy, then more and more rarely, down to every
         4 ms; otherwise every 100 ms, which delays a peer's handshake and, where reading needs the source, its READs.
+        """
+        ...
+
+    async def checksums(self, request: ChecksumRequest) -> Checksums:
+        """``[len(units), heads]`` uint64, the heads of all ranks side by side, rank by rank (replicas too).
+
+        Raises ``TransferError`` when a rank cannot tell.
         """
         ...
 

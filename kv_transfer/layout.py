@@ -207,6 +207,20 @@ def plan_layout(local: KvGeometry, remotes: Sequence[KvGeometry]) -> LayoutPlan:
     return LayoutPlan(local, tuple(remotes), tuple(_head_runs(local, remotes)))
 
 
+def source_columns(readers: Sequence[KvGeometry], sources: Sequence[KvGeometry]) -> npt.NDArray[np.int32]:
+    """``[heads of all readers]`` int32: where among all heads of the source's ranks each of ours is read from.
+
+    Replicas of a head may differ in the last bit, so it matters which one a rank reads.
+    """
+    first_columns = np.cumsum([0, *(source.num_kv_heads_local for source in sources)])
+    columns = [
+        first_columns[run.rank] + run.remote_head + np.arange(run.num_heads)
+        for reader in readers
+        for run in plan_layout(reader, sources).head_runs
+    ]
+    return np.concatenate(columns).astype(np.int32)
+
+
 def _check_pair(local: KvGeometry, remote: KvGeometry, rank: int) -> None:
     differing = [
         f"{name} {getattr(local, name)} here, {getattr(remote, name)} there"

@@ -1,4 +1,4 @@
-"""The one ``KvTransport``: peers, handshakes and fetches of a rank, over whatever ``ReadAgent`` it is given."""
+"""The ``KvTransport`` of one rank: its peers, handshakes and fetches, over whatever ``ReadAgent`` it is given."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,6 +7,7 @@ import torch
 
 from twopool.kv_transfer.agent import ReadAgent
 from twopool.kv_transfer.canary import canary_plan, canary_request, fill_canary, wrong_canary_ranks
+from twopool.kv_transfer.checksums import ChecksumRequest, Checksums, unit_checksums
 from twopool.kv_transfer.fetch import Fetch
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchHandle, FetchRequest, PeerLink, closed_link_error
 from twopool.kv_transfer.layout import LayoutPlan, Runs, plan_layout
@@ -67,8 +68,13 @@ class RankTransport:
         self._is_closed = False
         self._thread = ReadingThread(agent, loop=loop, on_lost=self._on_lost)
 
-    def describe(self) -> RankPool:
+    @property
+    def rank_pool(self) -> RankPool:
+        """The one of ``describe``."""
         return self._description
+
+    def describe(self) -> tuple[RankPool, ...]:
+        return (self._description,)
 
     async def connect(self, peer: PeerIdentity, *, timeout_s: float) -> PeerLink:
         plan = self._plan(peer)
@@ -102,6 +108,9 @@ class RankTransport:
 
     def expect_readers(self, expected: bool) -> None:
         self._thread.expect_readers(expected)
+
+    async def checksums(self, request: ChecksumRequest) -> Checksums:
+        return await asyncio.to_thread(unit_checksums, self._pool, self._description.geometry, request)
 
     async def close(self) -> None:
         self._is_closed = True

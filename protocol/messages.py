@@ -194,8 +194,8 @@ class Ticket(Struct, frozen=True, kw_only=True):
     source's pool epoch and every generation stand, which only the source can say: ``Confirm`` asks it.
 
     Where the reader asked for checksums, ``checked`` (int32) lists the units that have some, and ``checksums`` (uint64)
-    holds one for each of them and each of the model's KV heads. A unit is as many tokens as the smaller of both sides'
-    blocks; unit 0 is the one that ``start_token`` is in.
+    holds one for each of them and each KV head that a rank of the source has, rank by rank. A unit is as many tokens as
+    the smaller of both sides' blocks; unit 0 is the one that ``start_token`` is in.
     """
 
     request_id: RequestId

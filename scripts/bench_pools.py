@@ -104,7 +104,7 @@ def make_transport(args: argparse.Namespace, geometry: KvGeometry, name: str) ->
         loop=asyncio.get_running_loop(),
     )
     identity = PeerIdentity(
-        worker_id=WorkerId(name), role="prefill", epoch=epoch, transport="nixl", ranks=(transport.describe(),)
+        worker_id=WorkerId(name), role="prefill", epoch=epoch, transport="nixl", ranks=transport.describe()
     )
     return transport, identity
 

@@ -109,7 +109,7 @@ class Rank:
             role="prefill",
             epoch=self.epoch,
             transport=self.transport.name,
-            ranks=tuple(rank.transport.describe() for rank in (self, *others)),
+            ranks=tuple(rank.transport.rank_pool for rank in (self, *others)),
         )
 
 

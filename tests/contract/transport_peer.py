@@ -43,7 +43,7 @@ async def serve(config: dict[str, object]) -> None:
     )
     transport.expect_readers(bool(config["expect_readers"]))
     identity = PeerIdentity(
-        worker_id=worker_id, role="prefill", epoch=epoch, transport="nixl", ranks=(transport.describe(),)
+        worker_id=worker_id, role="prefill", epoch=epoch, transport="nixl", ranks=transport.describe()
     )
     print(msgspec.msgpack.encode(identity).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

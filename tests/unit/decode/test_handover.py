@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -20,6 +21,7 @@ from twopool.engine.block_pool import BlockPool
 from twopool.engine.incoming import KvMemory
 from twopool.engine.requests import AttemptKey, EngineRequest
 from twopool.engine.source_links import SourceLink
+from twopool.kv_transfer.checksums import ChecksumRequest, Checksums, unit_checksums
 from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import FetchReport, FetchRequest, KvTransport
 from twopool.protocol.errors import CorruptKvError, PeerLostError, StaleKvError, TicketError, TransferError
@@ -84,6 +86,7 @@ class FakeHandle:
 
 @dataclass
 class FakeTransport:
+    memory: torch.Tensor
     handles: list[FakeHandle] = field(default_factory=list)
     requests: list[FetchRequest] = field(default_factory=list)
 
@@ -92,12 +95,15 @@ class FakeTransport:
         self.handles.append(FakeHandle())
         return self.handles[-1]
 
+    async def checksums(self, request: ChecksumRequest) -> Checksums:
+        return unit_checksums(self.memory, GEOMETRY, request)
+
 
 class FakeLink:
     def __init__(self) -> None:
         self.ref = SOURCE
         self.worker_id = SOURCE.worker_id
-        self.kv_link: object | None = object()
+        self.kv_link: object | None = SimpleNamespace(peer=SimpleNamespace(ranks=[SimpleNamespace(geometry=GEOMETRY)]))
         self.block_size = BLOCK
         self.sent: list[msgspec.Struct] = []
         self.connected = True
@@ -119,8 +125,8 @@ class Scene:
     def __init__(self, *, held_tokens: int = 0, num_blocks: int = 8, verify: KvVerify = "off") -> None:
         self.pool = BlockPool(num_blocks, BLOCK, epoch=Epoch(1))
         self.link = FakeLink()
-        self.transport = FakeTransport()
-        self.memory = torch.arange(GEOMETRY.pool_bytes // 2, dtype=torch.int16).view(GEOMETRY.shape)
+        memory = torch.arange(GEOMETRY.pool_bytes // 2, dtype=torch.int16).view(GEOMETRY.shape)
+        self.transport = FakeTransport(memory)
         self.verified: list[int] = []
         self.chain = HashChain(b"")
         self.chain.extend(IDS)
@@ -139,8 +145,7 @@ class Scene:
             link=cast(SourceLink, self.link),
             worker=KvMemory(
                 pool=self.pool,
-                memory=self.memory,
-                geometry=GEOMETRY,
+                ranks=(GEOMETRY,),
                 transport=cast(KvTransport, self.transport),
                 faults=FaultPoints(None),
                 verify=verify,

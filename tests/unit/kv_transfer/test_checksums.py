@@ -5,7 +5,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from twopool.kv_transfer.checksums import SAMPLE_EVERY, unit_checksums, units_to_check
+from twopool.kv_transfer.checksums import SAMPLE_EVERY, ChecksumRequest, unit_checksums, units_to_check
 from twopool.protocol.geometry import KvGeometry
 
 GEOMETRY = KvGeometry(
@@ -33,20 +33,24 @@ def test_block_size_does_not_matter(layers: tuple[int, int]) -> None:
     large = unit_checksums(
         pool,
         GEOMETRY,
-        block_ids=np.array([5, 2], dtype=np.int32),
-        start_token=32,
-        unit_tokens=16,
-        layers=layers,
-        units=units,
+        ChecksumRequest(
+            block_ids=np.array([5, 2], dtype=np.int32),
+            start_token=32,
+            unit_tokens=16,
+            layers=layers,
+            units=units,
+        ),
     )
     ours = unit_checksums(
         halved(pool),
         small,
-        block_ids=np.array([10, 11, 4, 5], dtype=np.int32),
-        start_token=32,
-        unit_tokens=16,
-        layers=layers,
-        units=units,
+        ChecksumRequest(
+            block_ids=np.array([10, 11, 4, 5], dtype=np.int32),
+            start_token=32,
+            unit_tokens=16,
+            layers=layers,
+            units=units,
+        ),
     )
     assert large.shape == (3, 3) and np.array_equal(large, ours)
 
@@ -58,11 +62,13 @@ def test_every_byte_counts() -> None:
         return unit_checksums(
             pool,
             GEOMETRY,
-            block_ids=np.array([1], dtype=np.int32),
-            start_token=0,
-            unit_tokens=32,
-            layers=(0, 4),
-            units=np.array([0], dtype=np.int32),
+            ChecksumRequest(
+                block_ids=np.array([1], dtype=np.int32),
+                start_token=0,
+                unit_tokens=32,
+                layers=(0, 4),
+                units=np.array([0], dtype=np.int32),
+            ),
         )
 
     before = sums()

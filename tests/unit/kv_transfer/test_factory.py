@@ -35,7 +35,7 @@ def create(name: str = "local", **changes: Any) -> KvTransport:
 async def test_describes_the_pool(name: str) -> None:
     pool = torch.zeros(GEOMETRY.shape, dtype=torch.bfloat16)
     transport = create(name, pool=pool)
-    described = transport.describe()
+    (described,) = transport.describe()
     assert described.geometry == GEOMETRY
     assert described.base_address == pool.data_ptr()
     assert described.canary_block == 3
