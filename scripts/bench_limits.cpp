@@ -55,13 +55,20 @@ double together(int num_threads, const Body& body) {
 volatile float sink_float;
 volatile uint64_t sink_word;
 
-// Twelve independent chains: enough to hide the latency of a product and sum.
+// Twelve independent chains: enough to hide the latency of a product and sum. Each starts from a value the compiler does
+// not know: it would compute equal chains once and count them twelve times.
 constexpr int kChains = 12;
+
+template <typename Vector>
+void hide(Vector (&sums)[kChains]) {
+  for (Vector& sum : sums) asm volatile("" : "+v"(sum));
+}
 
 #if defined(__AVX512BF16__)
 constexpr double kFlopsAStep = kChains * 64.0;
 void multiply(int64_t steps) {
   __m512 sums[kChains] = {};
+  hide(sums);
   __m512i word = _mm512_set1_epi32(0x3f803f80);
   for (int64_t i = 0; i < steps; ++i) {
     asm volatile("" : "+v"(word));
@@ -75,6 +82,7 @@ const char kKind[] = "AVX-512 bf16";
 constexpr double kFlopsAStep = kChains * 32.0;
 void multiply(int64_t steps) {
   __m512 sums[kChains] = {}, word = _mm512_set1_ps(0.5f);
+  hide(sums);
   for (int64_t i = 0; i < steps; ++i) {
     asm volatile("" : "+v"(word));
 #pragma GCC unroll 16
@@ -87,6 +95,7 @@ const char kKind[] = "AVX-512 fp32";
 constexpr double kFlopsAStep = kChains * 16.0;
 void multiply(int64_t steps) {
   __m256 sums[kChains] = {}, word = _mm256_set1_ps(0.5f);
+  hide(sums);
   for (int64_t i = 0; i < steps; ++i) {
     asm volatile("" : "+x"(word));
 #pragma GCC unroll 16
