@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -11,10 +12,12 @@ from typing import cast
 import torch
 
 from twopool.engine.kv_cache import TORCH_DTYPES, allocate_kv_pool, kv_cache_blocks
+from twopool.engine.model_runner import CapturedDecode, Model, ModelRunner
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
+from twopool.models.vocabulary import num_tokens_known
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, ModelError
 from twopool.protocol.geometry import KvDtype, KvGeometry
@@ -30,6 +33,9 @@ class LoadedModel:
     geometry: KvGeometry
     kv_pool: torch.Tensor
     folder: Path
+    num_valid_tokens: int
+    """ids from here on have logits, but no text: nothing draws them"""
+    deterministic_gemm: bool = False
 
     @property
     def compatibility_hash(self) -> str:
@@ -42,11 +48,38 @@ class LoadedModel:
         """What computes, by name: outputs are equal bit for bit only between equal ones."""
         if isinstance(self.decoder, NativeDecoder):
             return f"native-{self.decoder.isa}"
-        return "torch" if self.decoder.device.type == "cpu" else "triton"
+        if self.decoder.device.type == "cpu":
+            return "torch"
+        return "triton-deterministic" if self.deterministic_gemm else "triton"
 
     @property
     def max_model_len(self) -> int:
         return self.decoder.config.max_model_len
+
+    def runner(
+        self, config: WorkerConfig, *, on_layers: Callable[[int], None] | None = None, model: Model | None = None
+    ) -> ModelRunner:
+        """What runs this model's steps; on a GPU decodes are captured when it is warmed up.
+
+        ``model``: stands in for the decoder in the steps that are not captured, to be measured.
+        """
+        captured: CapturedDecode | None = None
+        if isinstance(self.decoder, Decoder) and self.decoder.device.type == "cuda":
+            from twopool.models.decode_graphs import DecodeGraphs
+
+            captured = DecodeGraphs(
+                self.decoder,
+                self.kv_pool,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len or self.max_model_len,
+            )
+        return ModelRunner(
+            model or self.decoder,
+            self.kv_pool,
+            num_valid_tokens=self.num_valid_tokens,
+            captured=captured,
+            on_layers=on_layers,
+        )
 
 
 def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
@@ -54,7 +87,7 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     device = _device(config.device)
     dtype = _dtype(config.dtype, folder)
-    decoder = _load_decoder(config.kernel_backend, folder, TORCH_DTYPES[dtype], device)
+    decoder = _load_decoder(config, folder, TORCH_DTYPES[dtype], device)
     _check_length(config, decoder.config.max_model_len)
     geometry = KvGeometry(
         num_blocks=kv_cache_blocks(config, decoder.config, TORCH_DTYPES[dtype]) + NUM_RESERVED_BLOCKS,
@@ -67,13 +100,23 @@ def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
         memory="host" if device.type == "cpu" else "device",
         device_index=device.index or 0,
     )
-    return LoadedModel(decoder, geometry, allocate_kv_pool(geometry, device, shared=config.maps_same_host), folder)
+    return LoadedModel(
+        decoder,
+        geometry,
+        allocate_kv_pool(geometry, device, shared=config.maps_same_host),
+        folder,
+        num_valid_tokens=min(num_tokens_known(folder), decoder.config.vocab_size),
+        deterministic_gemm=config.deterministic_gemm,
+    )
 
 
-def _load_decoder(backend: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder | NativeDecoder:
+def _load_decoder(
+    config: WorkerConfig, folder: Path, dtype: torch.dtype, device: torch.device
+) -> Decoder | NativeDecoder:
     """The decoder of the backend asked for; ``auto`` takes the native one where it can serve, and says why not."""
+    backend = config.kernel_backend
     if backend == "torch" or device.type != "cpu":
-        return Decoder.load(folder, dtype=dtype, device=device)
+        return Decoder.load(folder, dtype=dtype, device=device, deterministic_gemm=config.deterministic_gemm)
     model_config = DecoderConfig.from_folder(folder)
     reason = NativeDecoder.unavailable_reason(model_config, dtype=dtype, device=device)
     if reason is None:

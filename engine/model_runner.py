@@ -1,5 +1,6 @@
 """Runs a step's plan on the model."""
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from twopool.engine.step import StepPlan, StepResult
+from twopool.kernels.backend import upload
 from twopool.kernels.kv_cache import copy_blocks
 from twopool.kernels.sampling import ROW_DTYPE, SamplingBatch, sample
 from twopool.kernels.token_scores import score_tokens
-from twopool.models.batch import ForwardBatch
+from twopool.models.batch import DecodeInputs, ForwardBatch
 
 WARM_UP_ROWS = (1, 128)
 """Rows of the prefills tried before the first request."""
@@ -41,9 +43,26 @@ class LayeredModel(Protocol):
         ...
 
 
+class CapturedDecode(Protocol):
+    """Decode steps captured ahead of their use: ``models.decode_graphs.DecodeGraphs``."""
+
+    def capture(self) -> None:
+        """Called once, while no block of the pool is in use."""
+        ...
+
+    def accepts(self, inputs: DecodeInputs) -> bool:
+        """Whether ``run`` can take this batch, none before ``capture``; the model computes the others."""
+        ...
+
+    def run(self, inputs: DecodeInputs) -> Tensor:
+        """As ``Model.forward``, a row and its logits for each sequence; the next call overwrites them."""
+        ...
+
+
 class ModelRunner:
     """One rank's model and KV pool. ``run`` is called from one thread at a time.
 
+    ``captured`` computes the steps that only decode, where it accepts them; ``warm_up`` captures it.
     ``on_layers`` hears, on the thread that runs, of the layers a plan marks, where the model reports them.
     ``num_valid_tokens``: tokens from there on are never drawn (the tokenizer knows fewer than the model has rows for).
     """
@@ -54,25 +73,27 @@ class ModelRunner:
         kv_pool: Tensor,
         *,
         num_valid_tokens: int | None = None,
+        captured: CapturedDecode | None = None,
         on_layers: Callable[[int], None] | None = None,
     ) -> None:
         self._model = model
+        self._captured = captured
         self._kv_pool = kv_pool
         self._block_size = kv_pool.shape[-2]
         self._num_valid_tokens = num_valid_tokens
         self._on_layers = on_layers
         self._layered = cast(LayeredModel, model) if getattr(model, "reports_layers", False) else None
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Copy blocks, compute the rows, draw the tokens."""
+        """Copy blocks, compute the rows, draw the tokens. A GPU has all of it queued before the ids are waited for."""
+        with torch.inference_mode(), self._on_device():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         if len(plan.copies):
             copies = self._to_device(plan.copies.astype(np.int64))
             copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
-        if plan.layer_marks and self._layered is not None:
-            logits = self._layered.forward(self._batch(plan), self._kv_pool, on_layer=self._marked(plan.layer_marks))
-        else:
-            logits = self._model.forward(self._batch(plan), self._kv_pool)
+        logits = self._logits(plan)
         scores = None
         if len(plan.scored_rows):
             num_drawn = len(plan.logit_sequences)
@@ -91,7 +112,7 @@ class ModelRunner:
         return StepResult(sample(logits, sampling, num_valid_tokens=self._num_valid_tokens), scores)
 
     def warm_up(self) -> None:
-        """Run a decode and a prefill, so that the first request is as fast as the hundredth.
+        """Run a decode and a prefill, and capture: the first request is to be as fast as the hundredth.
 
         Writes the pool's first blocks: call it before any of them is in use. Runs on a thread of its own: the native
         step pins whoever calls it, and what the caller starts later would inherit that.
@@ -100,6 +121,28 @@ class ModelRunner:
         with ThreadPoolExecutor(max_workers=1) as thread:
             for num_rows in WARM_UP_ROWS:
                 thread.submit(self.run, _warm_up_plan(min(num_rows, max(room, 1)), self._block_size)).result()
+            if self._captured is not None:
+                thread.submit(self._capture, self._captured).result()
+                thread.submit(self.run, _warm_up_plan(1, self._block_size)).result()
+
+    def _capture(self, captured: CapturedDecode) -> None:
+        with self._on_device():
+            captured.capture()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """A thread's current GPU is the first one until it says otherwise."""
+        device = self._model.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+    def _logits(self, plan: StepPlan) -> Tensor:
+        """[L + N, vocab_size] float32, of the last rows wanted and of the scored ones."""
+        if plan.layer_marks and self._layered is not None:
+            return self._layered.forward(self._batch(plan), self._kv_pool, on_layer=self._marked(plan.layer_marks))
+        if self._captured is not None and len(plan.logit_sequences) == len(plan.token_ids):  # a row, a draw a sequence
+            inputs = DecodeInputs(plan.token_ids, plan.context_lens, plan.block_tables)
+            if not len(plan.scored_rows) and self._captured.accepts(inputs):
+                return self._captured.run(inputs)
+        return self._model.forward(self._batch(plan), self._kv_pool)
 
     def _marked(self, marks: tuple[int, ...]) -> Callable[[int], None]:
         """What the model calls after each layer's KV is written: passes the marked ones on."""
@@ -134,7 +177,7 @@ class ModelRunner:
         )
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._model.device)
+        return upload(array, self._model.device)
 
 
 def _warm_up_plan(num_rows: int, block_size: int) -> StepPlan:

@@ -6,14 +6,16 @@ it.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from twopool.kernels.backend import uses_triton
+from twopool.kernels.backend import upload, uses_triton
 from twopool.kernels.philox import gumbel_noise
 
 GREEDY_TEMPERATURE = 1e-3
@@ -129,14 +131,14 @@ def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None
         from twopool.kernels.gpu import sampling as gpu
 
         drawn = gpu.draw(logits, rows, _is_random(rows))
-        tokens, (token_ids, is_bad) = drawn[0], drawn.cpu().numpy()
+        report = None if log_probs is None else _report(log_probs, drawn[0], asking, rows)
+        token_ids, is_bad = drawn.cpu().numpy()  # the one wait for the device, when all it has to do is queued
         bad = is_bad.astype(np.bool_)
     else:
         tokens, bad = _draw_tokens(logits, rows)
+        report = None if log_probs is None else _report(log_probs, tokens, asking, rows)
         token_ids = tokens.numpy()
-    if log_probs is None:
-        return Draws(token_ids, bad)
-    return Draws(token_ids, bad, *_report(log_probs, tokens, asking, rows))
+    return Draws(token_ids, bad) if report is None else Draws(token_ids, bad, *_spread(report, asking, len(rows)))
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -346,23 +348,25 @@ def likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _report(
     log_probs: Tensor, tokens: Tensor, asking: npt.NDArray[np.intp], rows: npt.NDArray[np.void]
-) -> tuple[
-    npt.NDArray[np.float32],
-    npt.NDArray[np.int64] | None,
-    npt.NDArray[np.float32] | None,
-]:
-    """Log-probabilities of the drawn and of the likeliest tokens. log_probs: [A, vocab_size] of the ``asking`` rows."""
-    chosen = np.zeros(len(rows), dtype=np.float32)
-    chosen[asking] = log_probs.gather(1, tokens[_to(asking, tokens)][:, None])[:, 0].cpu().numpy()
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor]:
+    """Of the ``asking`` rows (``log_probs``: [A, vocab_size]): log-probability of the drawn token, [A], and where any
+    row wants them the likeliest tokens and their log-probabilities, [A, N] each. Nothing waits for the device.
+    """
+    chosen = log_probs.gather(1, tokens[_to(asking, tokens)][:, None])[:, 0]
     if not rows["num_top_logprobs"].any():
-        return chosen, None, None
+        return (chosen,)
     # Always as many as anyone may ask for, so that how many a neighbour wants cannot matter.
     top_values, top_tokens = likeliest(log_probs, min(MAX_TOP_LOGPROBS, log_probs.shape[1]))
-    top_ids = np.zeros((len(rows), top_values.shape[1]), dtype=np.int64)
-    top_logprobs = np.zeros(top_ids.shape, dtype=np.float32)
-    top_ids[asking] = top_tokens.cpu().numpy()
-    top_logprobs[asking] = top_values.cpu().numpy()
-    return chosen, top_ids, top_logprobs
+    return chosen, top_tokens, top_values
+
+
+def _spread(report: tuple[Tensor, ...], asking: npt.NDArray[np.intp], num_rows: int) -> Iterator[npt.NDArray[Any]]:
+    """What ``_report`` gave, on the host and with zeros for the rows that did not ask."""
+    for part in report:
+        host = part.cpu().numpy()
+        spread = np.zeros((num_rows, *host.shape[1:]), dtype=host.dtype)
+        spread[asking] = host
+        yield spread
 
 
 def _select(values: Tensor, index: npt.NDArray[np.intp]) -> Tensor:
@@ -372,4 +376,4 @@ def _select(values: Tensor, index: npt.NDArray[np.intp]) -> Tensor:
 
 def _to(array: npt.NDArray[np.generic], like: Tensor) -> Tensor:
     # A field of a structured array has odd strides, even where numpy calls it contiguous.
-    return torch.from_numpy(array.copy()).to(like.device)
+    return upload(array.copy(), like.device)

@@ -56,3 +56,15 @@ class ForwardBatch:
             raise ValueError("ForwardBatch.query_lens_host: every sequence needs at least one row")
         if (self.query_lens_host > self.context_lens_host).any():
             raise ValueError("ForwardBatch: a sequence has more rows than tokens of context")
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """One row for each of S sequences, on the host."""
+
+    token_ids: HostInts
+    """[S] int32"""
+    context_lens: HostInts
+    """[S] int32, tokens in the cache after this step; the row's position is one less"""
+    block_tables: HostInts
+    """[S, max_blocks] int32, padded with 0; wide enough for each context"""

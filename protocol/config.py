@@ -166,6 +166,10 @@ class WorkerConfig(LinkConfig):
         "what computes on a CPU: the native step or torch (auto: native where it was built and serves the model)",
         choices=KERNEL_BACKENDS,
     )
+    deterministic_gemm: bool = flag(
+        False,
+        "GPU: products that sum in the same order in any batch, so that a token's bits never depend on its neighbours",
+    )
     num_threads: int = flag(0, "compute threads; 0 takes the process's CPUs")
     tensor_parallel_size: int = flag(1, "ranks of this worker")
     max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the model's)", parse=int)

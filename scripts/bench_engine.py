@@ -31,7 +31,6 @@ from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
 from twopool.engine.kv_cache import TORCH_DTYPES
 from twopool.engine.loading import load_model
-from twopool.engine.model_runner import ModelRunner
 from twopool.engine.requests import AttemptKey, EngineRequest, StepOutput
 from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.step import ThreadExecutor
@@ -205,7 +204,7 @@ class EngineBench:
         self._vocab_size = loaded.decoder.config.vocab_size
         self._num_blocks = loaded.geometry.num_blocks
         self._model = _TimedModel(loaded.decoder)
-        self._runner = ModelRunner(self._model, loaded.kv_pool)
+        self._runner = loaded.runner(config, model=self._model)
         self._runner.warm_up()
         self._executor = ThreadExecutor(self._runner.run)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)

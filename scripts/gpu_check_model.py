@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from twopool.models.batch import ForwardBatch
+from twopool.models.batch import DecodeInputs, ForwardBatch
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.random_decoder import random_decoder
@@ -154,7 +154,7 @@ def _forward_seconds(harness: Harness, batch: ForwardBatch, *, repeats: int = 15
 
 def _graph_speed(harness: Harness, batch: ForwardBatch, size: int, context: int, eager: float, suffix: str) -> Result:
     """The same decode by a captured graph, and whether it gives the same logits."""
-    from twopool.models.decode_graphs import DecodeGraphs, DecodeInputs
+    from twopool.models.decode_graphs import DecodeGraphs
 
     pool = torch.zeros_like(harness.pool)
     graphs = DecodeGraphs(harness.decoder, pool, max_num_seqs=size, max_model_len=context)

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twopool.kernels.backend import upload
 from twopool.kernels.gpu.compilation import EXACT, IS_AMD, TRITON_TYPES, Specialisation, next_power_of_two
 
 HostInts = npt.NDArray[np.int32]
@@ -388,10 +389,8 @@ def plan_attention(
         "num_split_items": np.array([len(lists.split_items)]),
         "split_rows": lists.split_rows,
     }
-    host = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts.values()]).astype(np.int32))
-    if block_tables.is_cuda:
-        host = host.pin_memory()  # the copy is queued; torch keeps the buffer until it is over
-    device = iter(host.to(block_tables.device, non_blocking=True).split([part.size for part in parts.values()]))
+    flat = np.concatenate([part.reshape(-1) for part in parts.values()]).astype(np.int32)
+    device = iter(upload(flat, block_tables.device).split([part.size for part in parts.values()]))
     tensors = {name: next(device).view(part.shape) for name, part in parts.items()}
     return TritonAttentionPlan(
         block_tables=block_tables.to(torch.int32).contiguous(),

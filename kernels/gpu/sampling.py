@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twopool.kernels.backend import upload
 from twopool.kernels.gpu.compilation import EXACT, Specialisation
 from twopool.kernels.gpu.philox import gumbel
 
@@ -229,7 +230,7 @@ def draw(logits: Tensor, rows: npt.NDArray[np.void], is_random: npt.NDArray[np.b
     if num_rows:
         _draw_kernel[(num_rows,)](
             logits,
-            _upload(params, logits.device),
+            upload(params, logits.device),
             drawn,
             logits.stride(0),
             width,
@@ -260,8 +261,8 @@ def apply_penalties(
     counts = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=device)
     _count_history_kernel[(len(rows), triton.cdiv(int(lens.max()), _HISTORY_BLOCK))](
         counts,
-        _upload(ids, device),
-        _upload(starts, device),
+        upload(ids, device),
+        upload(starts, device),
         vocab_size,
         PROMPT_BIT=_PROMPT_BIT,
         BLOCK=_HISTORY_BLOCK,
@@ -271,8 +272,8 @@ def apply_penalties(
     _penalise_kernel[(len(rows), triton.cdiv(vocab_size, _PENALTY_BLOCK))](
         logits,
         counts,
-        _upload(rows, device),
-        _upload(factors, device),
+        upload(rows, device),
+        upload(factors, device),
         logits.stride(0),
         vocab_size,
         PROMPT_BIT=_PROMPT_BIT,
@@ -280,13 +281,6 @@ def apply_penalties(
         num_warps=4,
         **EXACT,
     )
-
-
-def _upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        host = host.pin_memory()  # the copy is queued; torch keeps the buffer until it is over
-    return host.to(device, non_blocking=True)
 
 
 def specialisations() -> Iterator[Specialisation]:

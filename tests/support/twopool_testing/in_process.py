@@ -190,7 +190,7 @@ class InProcessCluster:
         shape = geometry(num_blocks, block_size)
         model = SummingModel()
         memory = allocate_kv_pool(shape, torch.device("cpu"), shared=config.maps_same_host)
-        loaded = LoadedModel(cast(Any, model), shape, memory, self._folder)
+        loaded = LoadedModel(cast(Any, model), shape, memory, self._folder, num_valid_tokens=VOCAB_SIZE)
         make_role = PrefillRole if role == "prefill" else DecodeRole
         host = WorkerHost(config, cast(Any, role), loaded, make_role, fabric=self._fabric)
         self.workers[name] = Worker(host, model, faults_file, asyncio.create_task(host.run()))

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
 from twopool.kernels.gpu.attention import SPLIT
-from twopool.models.decode_graphs import DecodeInputs, Layout, batch_buckets, fill_buffer
+from twopool.models.batch import DecodeInputs
+from twopool.models.decode_graphs import Layout, batch_buckets, fill_buffer
 
 
 @given(st.integers(1, 2000))

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from twopool.kernels import backend
+from twopool.models.batch import DecodeInputs
 from twopool.models.config import DecoderConfig
-from twopool.models.decode_graphs import DecodeInputs, StaticStep
+from twopool.models.decode_graphs import StaticStep
 from twopool.models.decoder import Decoder
 from twopool.models.random_decoder import random_decoder
 from twopool_testing.forward import block_tables, empty_pool, forward
