@@ -8,6 +8,8 @@ Every rank calls the same functions in the same order with equal shapes. A rank 
 and somebody calls it for the group: the others then raise `CollectiveError` at once instead of waiting.
 """
 
+import ctypes
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -16,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twopool.kernels.native_library import GROUP_LOST, native_library
 from twopool.protocol.errors import CollectiveError
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 """How long a rank waits for the others at one point: the longest layer of the longest step must be shorter."""
+_SPIN_US = 200
 
 
 class Collective(Protocol):
@@ -56,6 +60,119 @@ class Collective(Protocol):
     def close(self) -> None:
         """Let go of what is held; harmless when repeated. The other ranks are not told."""
         ...
+
+
+def create_segment(size: int, max_bytes: int) -> int:
+    """-> the descriptor of anonymous shared memory for `size` ranks on this host, which the caller closes.
+
+    max_bytes: what a rank hands to the others at once at most, see `twopool.models.sharding.segment_bytes`. The ranks'
+    processes inherit the descriptor (``pass_fds``); when the last of them is gone, so is the memory.
+
+    Raises OSError or RuntimeError without the native library, ValueError for sizes out of range.
+    """
+    library = native_library()
+    fd = ctypes.c_int32(-1)
+    if library.twopool_segment_create(size, max_bytes, ctypes.byref(fd)):
+        raise ValueError(library.twopool_last_error().decode())
+    return fd.value
+
+
+class SharedMemoryCollective:
+    """Over shared memory of one host: the ranks meet at a word, spin briefly, then sleep on it as a futex.
+
+    Inside a native step the sums are taken by the step itself, over the same memory.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        rank: int,
+        size: int,
+        max_bytes: int,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        spin_us: int | None = None,
+    ) -> None:
+        """fd, size, max_bytes: of `create_segment`; the descriptor may be closed afterwards.
+
+        timeout_s: how long to wait for the others at one point. spin_us: how long to look before sleeping; default 200
+        where each rank may have a CPU of its own, else 0.
+
+        Raises ValueError for a segment of another group.
+        """
+        self._handle: ctypes.c_void_p | None = None
+        self._library = native_library()
+        self._rank = rank
+        self._size = size
+        if spin_us is None:
+            spin_us = _SPIN_US if size <= (os.cpu_count() or 1) else 0
+        handle = ctypes.c_void_p()
+        timeout_ms = max(1, round(timeout_s * 1000))
+        arguments = (fd, rank, size, max_bytes, spin_us, timeout_ms)
+        self._check(self._library.twopool_collective_open(*arguments, ctypes.byref(handle)))
+        self._handle = handle
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """What the native functions take; a native step that was given it goes on working after `close`."""
+        if self._handle is None:
+            raise CollectiveError(f"rank {self._rank}'s collective is closed")
+        return self._handle
+
+    def all_reduce_(self, tensor: Tensor) -> None:
+        if tensor.shape[0] == 0:
+            self.barrier()
+            return
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError("ranks share contiguous tensors on the CPU")
+        total = tensor if tensor.dtype == torch.float32 else tensor.float()
+        columns = total.numel() // total.shape[0]
+        self._check(self._library.twopool_collective_all_reduce(self.handle, total.data_ptr(), total.shape[0], columns))
+        if total is not tensor:
+            tensor.copy_(total)
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        num_rows = tensor.shape[0]
+        if len(widths) != self._size or tensor.dtype != torch.float32 or tensor.shape[1] != widths[self._rank]:
+            raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is not [rows, widths[{self._rank}]] of float32")
+        tensor = tensor.contiguous()
+        ends = torch.tensor((0, *widths), dtype=torch.int64).cumsum(0)
+        out = torch.empty((num_rows if self._rank == 0 else 0, sum(widths)))
+        if num_rows == 0:
+            self.barrier()
+        else:
+            pointers = (ends.data_ptr(), out.data_ptr())
+            self._check(self._library.twopool_collective_gather(self.handle, tensor.data_ptr(), num_rows, *pointers))
+        return None if self._rank else out
+
+    def barrier(self) -> None:
+        self._check(self._library.twopool_collective_barrier(self.handle))
+
+    def abort(self) -> None:
+        if self._handle is not None:
+            self._library.twopool_collective_abort(self._handle)
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.twopool_collective_close(handle)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _check(self, status: int) -> None:
+        if status == GROUP_LOST:
+            raise CollectiveError(f"rank {self._rank}: {self._library.twopool_last_error().decode()}")
+        if status:
+            raise ValueError(self._library.twopool_last_error().decode())
 
 
 class DistributedCollective:

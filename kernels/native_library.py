@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Final
 
 LIBRARY_NAME: Final = "_native.so"
-_ABI_VERSION = 3
+GROUP_LOST: Final = 2
+"""What a function returns when the ranks of a group can no longer compute together."""
+_ABI_VERSION = 4
 
 
 @functools.cache
@@ -32,6 +34,14 @@ def native_library() -> ctypes.CDLL:
         "twopool_set_embedding": ([pointer, pointer], None),
         "twopool_check_complete": ([pointer], number),
         "twopool_step": ([pointer, pointer], number),
+        "twopool_model_join": ([pointer, pointer, pointer], number),
+        "twopool_segment_create": ([number, long, pointer], number),
+        "twopool_collective_open": ([number, number, number, long, number, number, pointer], number),
+        "twopool_collective_close": ([pointer], None),
+        "twopool_collective_abort": ([pointer], None),
+        "twopool_collective_barrier": ([pointer], number),
+        "twopool_collective_all_reduce": ([pointer, pointer, long, long], number),
+        "twopool_collective_gather": ([pointer, pointer, long, pointer, pointer], number),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name, None)

@@ -13,7 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from twopool.kernels.native_library import native_library
+from twopool.kernels.collectives import SharedMemoryCollective
+from twopool.kernels.native_library import GROUP_LOST, native_library
+from twopool.protocol.errors import CollectiveError
 
 MatrixKind = Literal["qkv", "output", "gate_up", "down", "head"]
 VectorKind = Literal["input_norm", "post_attention_norm", "query_norm", "key_norm", "final_norm"]
@@ -32,6 +34,7 @@ class _ModelArgs(ctypes.Structure):
         ("vocab_size", ctypes.c_int64),
         ("hidden_size", ctypes.c_int64),
         ("intermediate_size", ctypes.c_int64),
+        ("vocab_rows", ctypes.c_int64),
         ("num_layers", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
@@ -73,7 +76,10 @@ class _Batch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class StepShape:
-    """The architecture, as far as the step needs to know it."""
+    """The architecture, as far as the step needs to know it.
+
+    Of one rank's part, where several hold a model together: then the heads and intermediate_size are its own.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -87,6 +93,13 @@ class StepShape:
     windows: tuple[int | None, ...]
     """one a layer: a position sees itself and the window - 1 before it; None: all"""
     dtype: torch.dtype
+    vocab_bounds: tuple[int, ...] | None = None
+    """[ranks + 1]: rank r has the embedding and the head of the tokens from [r] up to [r + 1]"""
+
+    def vocab_rows(self, rank: int) -> int:
+        """Rows of the embedding and the head that a rank has."""
+        bounds = self.vocab_bounds
+        return self.vocab_size if bounds is None else bounds[rank + 1] - bounds[rank]
 
 
 def native_available() -> str | None:
@@ -140,11 +153,18 @@ class NativeStep:
     """Packed weights and the threads that use them. One thread at a time may call it.
 
     num_threads counts the calling thread; cpus pins thread i to cpus[i], the calling thread at its first call included.
-    isa is one of ``supported_isas()``, by default the first. Raises ValueError for what cannot be served.
+    isa is one of ``supported_isas()``, by default the first. ranks: those that hold the other parts of the model; every
+    one of them has to be given the same steps in the same order. Raises ValueError for what cannot be served.
     """
 
     def __init__(
-        self, shape: StepShape, *, num_threads: int, cpus: Sequence[int] | None = None, isa: str | None = None
+        self,
+        shape: StepShape,
+        *,
+        num_threads: int,
+        cpus: Sequence[int] | None = None,
+        isa: str | None = None,
+        ranks: SharedMemoryCollective | None = None,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         reason = native_available() or unsupported_reason(shape)
@@ -156,13 +176,21 @@ class NativeStep:
             raise ValueError(f"instruction set {isa!r} is not one of {', '.join(supported_isas())}")
         if num_threads < 1 or (cpus is not None and len(cpus) != num_threads):
             raise ValueError(f"{num_threads} threads need as many CPUs to be pinned to, not {cpus}")
+        if (shape.vocab_bounds is None) != (ranks is None) or (
+            ranks and len(shape.vocab_bounds or ()) != ranks.size + 1
+        ):
+            raise ValueError("vocab_bounds are those of the ranks")
         self.shape = shape
+        self.rank = 0 if ranks is None else ranks.rank
         self.isa = isa
         self.num_threads = num_threads
         self._library = native_library()
         self._embedding: Tensor | None = None
         self._whole = False
         self._handle = self._create(cpus)
+        if ranks is not None and shape.vocab_bounds is not None:
+            bounds = (ctypes.c_int64 * (ranks.size + 1))(*shape.vocab_bounds)
+            self._check(self._library.twopool_model_join(self._handle, ranks.handle, bounds))
 
     def set_matrix(
         self,
@@ -195,8 +223,8 @@ class NativeStep:
         )
 
     def set_embedding(self, embedding: Tensor) -> None:
-        """[vocab_size, hidden_size] of the step's dtype, contiguous; used in place."""
-        wanted = (self.shape.vocab_size, self.shape.hidden_size)
+        """[vocab_size or the rank's rows of it, hidden_size] of the step's dtype, contiguous; used in place."""
+        wanted = (self.shape.vocab_rows(self.rank), self.shape.hidden_size)
         if tuple(embedding.shape) != wanted or embedding.dtype != self.shape.dtype or not embedding.is_contiguous():
             raise ValueError(f"the embedding must be a contiguous {list(wanted)} of {self.shape.dtype}")
         self._embedding = embedding
@@ -222,13 +250,15 @@ class NativeStep:
         kv_pool: Tensor,
         layers_done: ctypes.c_int32 | None = None,
     ) -> Tensor:
-        """Write the rows' K and V into kv_pool; return [R, vocab_size] float32 logits.
+        """Write the rows' K and V into kv_pool; return [R, vocab_size] float32 logits, on ranks above 0 none.
 
-        While it runs, layers_done holds the number of layers whose K and V are complete, for another thread to look at.
+        While it runs, layers_done holds the number of layers whose K and V are complete, for another thread to look at;
+        on rank 0 those that are complete on every rank.
 
         token_ids, positions, slots [T], logit_rows [R]: int64; query_lens, context_lens [S], block_tables
         [S, max_blocks]: int32; cos, sin [positions, head_dim / 2]: float32; kv_pool as in kernels/kv_cache.py, of the
-        step's dtype. Raises ValueError for anything out of range, before the pool is touched.
+        step's dtype. Raises ValueError for anything out of range, before the pool is touched, and CollectiveError when
+        the ranks can no longer compute together.
         """
         if not self._whole:
             raise ValueError("finish() comes before run()")
@@ -249,11 +279,12 @@ class NativeStep:
             "sin": _checked(sin, torch.float32, (cos.shape[0], half), "sin"),
         }
         self._check_pool(kv_pool)
-        logits = torch.empty((logit_rows.shape[0], self.shape.vocab_size), dtype=torch.float32)
+        num_logits = 0 if self.rank else logit_rows.shape[0]
+        logits = torch.empty((num_logits, self.shape.vocab_size), dtype=torch.float32)
         batch = _Batch(
             num_rows=num_rows,
             num_sequences=num_sequences,
-            num_logit_rows=logits.shape[0],
+            num_logit_rows=logit_rows.shape[0],
             max_blocks=max_blocks,
             rope_rows=cos.shape[0],
             kv_pool=kv_pool.data_ptr(),
@@ -287,6 +318,7 @@ class NativeStep:
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
+            vocab_rows=shape.vocab_rows(self.rank),
             num_layers=shape.num_layers,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -319,6 +351,8 @@ class NativeStep:
             raise ValueError(f"the KV pool's blocks hold {sizes[4]} tokens, the native step needs {_MIN_BLOCK_SIZE}")
 
     def _check(self, status: int) -> None:
+        if status == GROUP_LOST:
+            raise CollectiveError(f"rank {self.rank}: {self._library.twopool_last_error().decode()}")
         if status:
             raise ValueError(f"the native step: {self._library.twopool_last_error().decode()}")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from twopool.kernels.collectives import SharedMemoryCollective
 from twopool.kernels.native_step import (
     MatrixKind,
     NativeStep,
@@ -19,8 +20,10 @@ from twopool.kernels.native_step import (
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
 from twopool.models.layer_watch import LayerWatch
-from twopool.models.layers import expected_tensors, unused_tensors
+from twopool.models.layers import TensorSource, expected_tensors, unused_tensors
 from twopool.models.rope import RotaryTable
+from twopool.models.sharding import Shard
+from twopool.models.tensor_parallel import PartSource, TensorParallel, whole
 from twopool.models.weights import WeightFiles
 
 _ROPE_CHUNK = 1024
@@ -31,11 +34,25 @@ class NativeDecoder:
     """A decoder whose forward pass is one native call. Several pools may be served; one thread at a time may call it.
 
     For one ``isa`` the logits of a position have the same bits whatever the batch, the chunks, the cache hits and the
-    number of threads. Another instruction set, or the torch decoder, rounds otherwise.
+    number of threads. Another instruction set, another number of ranks, or the torch decoder, rounds otherwise.
+
+    As one rank of a group it holds the KV heads from ``kv_head_start`` on, and every rank has to be given the same
+    batches in the same order.
     """
 
-    def __init__(self, config: DecoderConfig, step: NativeStep, *, weights_fingerprint: str) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        step: NativeStep,
+        *,
+        weights_fingerprint: str,
+        parallel: TensorParallel | None = None,
+    ) -> None:
         self.config = config
+        part = whole(config) if parallel is None else parallel.part
+        self.num_heads_local = part.num_heads_local
+        self.num_kv_heads_local = part.num_kv_heads_local
+        self.kv_head_start = part.kv_head_start
         self.dtype = step.shape.dtype
         self.device = torch.device("cpu")
         self._step = step
@@ -47,7 +64,7 @@ class NativeDecoder:
         """None when `load` can serve this, else one line that says why the torch decoder must."""
         if device.type != "cpu":
             return f"the native step computes on the CPU, not on {device}"
-        return native_available() or unsupported_reason(_shape(config, dtype))
+        return native_available() or unsupported_reason(_shape(config, dtype, None))
 
     @classmethod
     def load(
@@ -59,24 +76,31 @@ class NativeDecoder:
         num_threads: int | None = None,
         cpus: Sequence[int] | None = None,
         isa: str | None = None,
+        shard: Shard | None = None,
+        collective: SharedMemoryCollective | None = None,
     ) -> "NativeDecoder":
         """Read config.json and the safetensors files of `folder`, convert to `dtype` and pack.
 
         num_threads: default torch's; cpus: pins thread i to cpus[i]; isa: default the fastest this CPU has.
-        Raises ModelError as `Decoder.load` does, ValueError with `unavailable_reason` where that is not None.
+        shard, collective: hold and read this rank's part only, and compute with the others, whose isa must be the same.
+        Raises ModelError and ConfigError as `Decoder.load` does, ValueError with `unavailable_reason` where that is not
+        None.
         """
         config = DecoderConfig.from_folder(folder)
         reason = cls.unavailable_reason(config, dtype=dtype, device=device)
         if reason is not None:
             raise ValueError(f"the native step cannot serve {folder}: {reason}")
+        parallel = TensorParallel.of(config, shard, collective)
         files = WeightFiles(folder)
         expected = expected_tensors(config)
         files.check(expected, unused_tensors(config))
         threads = torch.get_num_threads() if num_threads is None else num_threads
-        step = NativeStep(_shape(config, dtype), num_threads=threads, cpus=cpus, isa=isa)
+        ranks = None if parallel is None else collective
+        step = NativeStep(_shape(config, dtype, parallel), num_threads=threads, cpus=cpus, isa=isa, ranks=ranks)
+        tensors: TensorSource = files if parallel is None else PartSource(files, config, parallel)
         with torch.inference_mode():
-            _Loader(config, files, step).load()
-        return cls(config, step, weights_fingerprint=files.fingerprint(list(expected)))
+            _Loader(config, tensors, step).load()
+        return cls(config, step, weights_fingerprint=files.fingerprint(list(expected)), parallel=parallel)
 
     @property
     def isa(self) -> str:
@@ -87,7 +111,12 @@ class NativeDecoder:
     def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits.
 
-        on_layer: called, on another thread, with n once the K and V of the first n layers are written.
+        Ranks above 0 of a group return [0, vocab_size].
+
+        on_layer: called, on another thread, with n once the K and V of the first n layers are written, on rank 0 those
+        that are on every rank.
+
+        Raises CollectiveError when the other ranks are gone, late or at another step.
         """
         if on_layer is None:
             return self._run(batch, kv_pool, None)
@@ -156,7 +185,7 @@ class _RopeRows:
 class _Loader:
     """Reads a checked folder's tensors one by one and hands them to the step."""
 
-    def __init__(self, config: DecoderConfig, files: WeightFiles, step: NativeStep) -> None:
+    def __init__(self, config: DecoderConfig, files: TensorSource, step: NativeStep) -> None:
         self._config = config
         self._files = files
         self._step = step
@@ -174,7 +203,8 @@ class _Loader:
 
     def _layer(self, layer: int) -> None:
         config, prefix = self._config, f"model.layers.{layer}."
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shape = self._step.shape
+        query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self._vector("input_norm", layer, prefix + "input_layernorm")
         self._vector("post_attention_norm", layer, prefix + "post_attention_layernorm")
         if config.qk_norm:
@@ -204,17 +234,19 @@ class _Loader:
         )
 
 
-def _shape(config: DecoderConfig, dtype: torch.dtype) -> StepShape:
+def _shape(config: DecoderConfig, dtype: torch.dtype, parallel: TensorParallel | None) -> StepShape:
+    part = whole(config) if parallel is None else parallel.part
     return StepShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=len(part.mlp_rows),
         num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=part.num_heads_local,
+        num_kv_heads=part.num_kv_heads_local,
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         activation=config.activation,
         windows=config.sliding_window,
         dtype=dtype,
+        vocab_bounds=None if parallel is None else parallel.plan.vocab_bounds,
     )

@@ -1,4 +1,5 @@
-// The functions Python calls (kernels/native_step.py). They return 0, or 1 with a message in twopool_last_error().
+// The functions Python calls (kernels/native_step.py, kernels/collectives.py). They return 0, or with a message in
+// twopool_last_error() 1, or 2 when the ranks of a group can no longer compute together.
 // A model belongs to one thread at a time.
 
 #include <sched.h>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "batch.h"
+#include "collective.h"
 #include "cpu_features.h"
 #include "memory.h"
 #include "model.h"
@@ -24,7 +26,8 @@
 namespace twopool {
 namespace {
 
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
+constexpr int kFailed = 1, kGroupLost = 2;
 constexpr int kMaxThreads = 1024;
 thread_local std::string last_error;
 
@@ -44,10 +47,13 @@ int guarded(const Body& body) {
     return 0;
   } catch (const std::bad_alloc&) {
     last_error = "out of memory";
+  } catch (const GroupLost& error) {
+    last_error = error.what();
+    return kGroupLost;
   } catch (const std::exception& error) {
     last_error = error.what();
   }
-  return 1;
+  return kFailed;
 }
 
 template <typename Enum>
@@ -84,10 +90,11 @@ const OpTable& op_table(Isa isa, Dtype dtype) {
 }  // namespace twopool
 
 using twopool::Handle;
+using CollectiveHandle = std::shared_ptr<twopool::Collective>;
 
 // Mirrored in kernels/native_step.py.
 struct TwopoolModelArgs {
-  int64_t vocab_size, hidden_size, intermediate_size;
+  int64_t vocab_size, hidden_size, intermediate_size, vocab_rows;
   int32_t num_layers, num_heads, num_kv_heads, head_dim;
   float eps, attention_scale;
   int32_t activation, dtype, isa, num_threads;
@@ -134,6 +141,7 @@ TWOPOOL_API int twopool_model_create(const TwopoolModelArgs* args, Handle** out)
     shape.vocab_size = args->vocab_size;
     shape.hidden_size = args->hidden_size;
     shape.intermediate_size = args->intermediate_size;
+    shape.vocab_rows = args->vocab_rows;
     shape.num_layers = args->num_layers;
     shape.num_heads = args->num_heads;
     shape.num_kv_heads = args->num_kv_heads;
@@ -146,6 +154,13 @@ TWOPOOL_API int twopool_model_create(const TwopoolModelArgs* args, Handle** out)
     const twopool::Isa isa = twopool::checked(args->isa, twopool::Isa::kAmxBf16);
     if (!twopool::isa_supported(isa)) throw std::invalid_argument("this CPU lacks the instruction set asked for");
     *out = new Handle(shape, isa, args->num_threads, twopool::checked_cpus(args->cpus, args->num_threads));
+  });
+}
+
+// vocab_bounds: [ranks + 1]. The step keeps the collective alive.
+TWOPOOL_API int twopool_model_join(Handle* handle, const CollectiveHandle* ranks, const int64_t* vocab_bounds) {
+  return twopool::guarded([&] {
+    handle->runner.join(*ranks, std::vector<int64_t>(vocab_bounds, vocab_bounds + (*ranks)->size() + 1));
   });
 }
 
@@ -180,4 +195,33 @@ TWOPOOL_API int twopool_check_complete(Handle* handle) {
 
 TWOPOOL_API int twopool_step(Handle* handle, const twopool::StepBatch* batch) {
   return twopool::guarded([&] { handle->runner.run(*batch); });
+}
+
+TWOPOOL_API int twopool_segment_create(int size, int64_t max_bytes, int32_t* fd) {
+  return twopool::guarded([&] { *fd = twopool::Collective::create_segment(size, max_bytes); });
+}
+
+TWOPOOL_API int twopool_collective_open(int fd, int rank, int size, int64_t max_bytes, int spin_us, int timeout_ms,
+                                        CollectiveHandle** out) {
+  return twopool::guarded([&] {
+    *out = new CollectiveHandle(
+        std::make_shared<twopool::Collective>(fd, rank, size, max_bytes, spin_us, timeout_ms));
+  });
+}
+
+TWOPOOL_API void twopool_collective_close(CollectiveHandle* ranks) { delete ranks; }
+
+TWOPOOL_API void twopool_collective_abort(CollectiveHandle* ranks) { (*ranks)->abort(); }
+
+TWOPOOL_API int twopool_collective_barrier(CollectiveHandle* ranks) {
+  return twopool::guarded([&] { (*ranks)->barrier(); });
+}
+
+TWOPOOL_API int twopool_collective_all_reduce(CollectiveHandle* ranks, float* rows, int64_t num_rows, int64_t columns) {
+  return twopool::guarded([&] { (*ranks)->all_reduce(rows, num_rows, columns); });
+}
+
+TWOPOOL_API int twopool_collective_gather(CollectiveHandle* ranks, const float* rows, int64_t num_rows,
+                                          const int64_t* bounds, float* out) {
+  return twopool::guarded([&] { (*ranks)->gather(rows, num_rows, bounds, out); });
 }

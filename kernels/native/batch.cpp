@@ -64,6 +64,26 @@ void check_batch(const ModelShape& shape, const StepBatch& b) {
   check_sequences(b);
 }
 
+uint64_t batch_digest(const StepBatch& b) {
+  uint64_t digest = 0xcbf29ce484222325;
+  const auto add = [&digest](uint64_t value) {
+    digest = (digest ^ value) * 0x9e3779b97f4a7c15;
+    digest ^= digest >> 29;
+  };
+  for (int64_t count : {b.num_rows, b.num_sequences, b.num_logit_rows}) add(static_cast<uint64_t>(count));
+  for (int64_t i = 0; i < b.num_rows; ++i) {
+    add(static_cast<uint64_t>(b.token_ids[i]) << 32 ^ static_cast<uint64_t>(b.positions[i]));
+    add(static_cast<uint64_t>(b.slots[i]));
+  }
+  for (int64_t i = 0; i < b.num_logit_rows; ++i) add(static_cast<uint64_t>(b.logit_rows[i]));
+  for (int64_t s = 0; s < b.num_sequences; ++s) {
+    add(static_cast<uint64_t>(b.context_lens[s]) << 32 ^ static_cast<uint64_t>(b.query_lens[s]));
+    const int64_t num_blocks = (b.context_lens[s] + b.block_size - 1) / b.block_size;
+    for (int64_t i = 0; i < num_blocks; ++i) add(static_cast<uint64_t>(b.block_tables[s * b.max_blocks + i]));
+  }
+  return digest;
+}
+
 bool writes_are_private(const StepBatch& b) {
   std::vector<std::pair<int64_t, int64_t>> writers;  // block, sequence
   int64_t row = 0;

@@ -23,9 +23,12 @@ struct StepBatch {
   int64_t rope_rows;
   void* kv_pool;                 // [num_blocks][num_kv_heads][num_layers][2][block_size][head_dim]
   int64_t num_blocks, block_size;
-  float* logits;                 // [num_logit_rows][vocab_size]
+  float* logits;                 // [num_logit_rows][vocab_size]; not looked at on ranks above 0
   int32_t* layers_done;          // null, or where to say while the step runs how many layers' K and V are in the pool
 };
+
+// A number that ranks which were given the same step have in common, and others as good as never.
+uint64_t batch_digest(const StepBatch& batch);
 
 // Throws std::invalid_argument for anything that would read or write out of bounds.
 void check_batch(const ModelShape& shape, const StepBatch& batch);

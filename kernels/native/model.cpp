@@ -17,6 +17,7 @@ bool is_count(int64_t value) { return value >= 1 && value < kMaxCount; }
 
 void check_shape(const ModelShape& s) {
   require(is_count(s.vocab_size) && is_count(s.hidden_size) && is_count(s.intermediate_size), "a size is out of range");
+  require(s.vocab_rows >= 1 && s.vocab_rows <= s.vocab_size, "the vocabulary's rows are out of range");
   require(s.num_layers >= 1 && s.num_heads >= 1 && s.num_kv_heads >= 1, "a count is out of range");
   require(s.num_heads % s.num_kv_heads == 0, "num_heads is no multiple of num_kv_heads");
   require(s.head_dim >= 2 && s.head_dim % 2 == 0 && s.head_dim <= kMaxHeadDim, "head_dim must be even and at most 256");
@@ -40,7 +41,7 @@ Model::Model(const ModelShape& shape, Isa isa) : shape_(shape), isa_(isa), ops_(
   check_shape(shape_);
   const int64_t hidden = shape_.hidden_size, inner = shape_.intermediate_size;
   layers_.resize(static_cast<size_t>(shape_.num_layers));
-  head_ = empty_matrix(shape_.vocab_size, shape_.vocab_size, hidden);
+  head_ = empty_matrix(shape_.vocab_rows, shape_.vocab_rows, hidden);
   std::vector<PackedMatrix*> all = {&head_};
   for (LayerWeights& layer : layers_) {
     layer.qkv = empty_matrix(shape_.qkv_size(), shape_.qkv_size(), hidden);

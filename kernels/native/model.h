@@ -11,8 +11,10 @@
 
 namespace twopool {
 
+// Of one rank, where several hold a model together: everything but vocab_size and hidden_size is then its own part.
 struct ModelShape {
   int64_t vocab_size, hidden_size, intermediate_size;
+  int64_t vocab_rows;  // of the embedding and the head
   int num_layers, num_heads, num_kv_heads, head_dim;
   float eps, attention_scale;
   Activation activation;
@@ -67,7 +69,7 @@ class Model {
                   ThreadPool* pool);
   void set_bias(int layer, MatrixKind kind, OutputRange range, const float* values, int64_t n);
   void set_vector(int layer, VectorKind kind, const float* values, int64_t n);
-  // [vocab_size][hidden_size] elements, which the caller keeps alive.
+  // [vocab_rows][hidden_size] elements, which the caller keeps alive.
   void set_embedding(const void* rows) { embedding_ = static_cast<const uint8_t*>(rows); }
 
   // Throws std::invalid_argument naming a weight that was not set.

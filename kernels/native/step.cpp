@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <set>
+#include <stdexcept>
+#include <utility>
 
 namespace twopool {
 namespace {
@@ -13,6 +15,7 @@ constexpr int64_t kGemmTasksAThread = 8;
 // So few rows are normalised by every thread for itself: that is quicker than to wait for one another.
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kCacheWays = 1024;   // bytes: strides of a multiple of it crowd a few sets of the cache
+constexpr int64_t kFloat = sizeof(float);
 
 }  // namespace
 
@@ -24,7 +27,6 @@ void StepRunner::Rows::reserve(int64_t num_rows, int64_t width, int64_t element)
 
 void StepRunner::reserve(int64_t num_rows) {
   const int64_t element = element_bytes(shape_.dtype);
-  constexpr int64_t kFloat = sizeof(float);
   residual_.reserve(num_rows, shape_.hidden_size, kFloat);
   normed_.reserve(num_rows, shape_.hidden_size, element);
   own_normed_.resize(static_cast<size_t>(pool_.num_threads()));
@@ -40,6 +42,26 @@ void StepRunner::reserve(int64_t num_rows) {
   for (HugeBuffer& scratch : scratch_) scratch.reserve(ops_.attention_scratch_bytes(shape_.head_dim));
 }
 
+void StepRunner::join(std::shared_ptr<Collective> ranks, std::vector<int64_t> vocab_bounds) {
+  int64_t widest = 0;
+  for (int rank = 0; rank < ranks->size(); ++rank) {
+    const size_t r = static_cast<size_t>(rank);
+    const int64_t width = vocab_bounds[r + 1] - vocab_bounds[r];
+    if (width < 1) throw std::invalid_argument("a rank has no tokens");
+    widest = std::max(widest, width);
+  }
+  const size_t own = static_cast<size_t>(ranks->rank());
+  if (vocab_bounds.front() != 0 || vocab_bounds.back() != shape_.vocab_size ||
+      vocab_bounds[own + 1] - vocab_bounds[own] != shape_.vocab_rows) {
+    throw std::invalid_argument("the ranks' tokens are not the vocabulary");
+  }
+  if (ranks->slot_bytes() < kRowUnit * widest * kFloat) {
+    throw std::invalid_argument("the ranks' segment is too small for this vocabulary");
+  }
+  ranks_ = std::move(ranks);
+  vocab_bounds_ = std::move(vocab_bounds);
+}
+
 void StepRunner::run(const StepBatch& batch) {
   check_batch(shape_, batch);
   batch_ = &batch;
@@ -50,13 +72,23 @@ void StepRunner::run(const StepBatch& batch) {
   for (int64_t window : std::set<int64_t>(shape_.windows.begin(), shape_.windows.end())) {
     plans_.try_emplace(window, shape_, batch, window, pool_.num_threads());
   }
+  if (ranks_ != nullptr) {
+    if (batch.num_rows * residual_.stride * kFloat > ranks_->slot_bytes()) {
+      throw std::invalid_argument("the batch has more rows than the ranks' segment was made for");
+    }
+    digest_ = batch_digest(batch) + static_cast<uint64_t>(model_.isa());  // sums of another order are another step
+  }
   pool_.run([this](int thread) { walk(thread); });
+  if (ranks_ != nullptr && ranks_->lost()) throw GroupLost(ranks_->loss());
 }
 
 void StepRunner::walk(int thread) {
   const int64_t num_rows = batch_->num_rows, num_wanted = batch_->num_logit_rows;
-  const int64_t hidden = shape_.hidden_size;
-  embed(thread);
+  if (ranks_ == nullptr) {
+    embed(thread);
+  } else if (!embed_among_ranks(thread)) {
+    return;
+  }
   for (int l = 0; l < shape_.num_layers; ++l) {
     const LayerWeights& layer = model_.layers()[static_cast<size_t>(l)];
     const bool last = l + 1 == shape_.num_layers;
@@ -66,23 +98,96 @@ void StepRunner::walk(int thread) {
     const AttentionPlan& plan = plans_.at(shape_.windows[static_cast<size_t>(l)]);
     const bool rotates_by_task = writes_are_private_ && plan.one_task_a_head();  // saves a barrier
     const bool ends_here = last && num_wanted == 0;  // the cache is filled, nothing else is asked for
+    const uint32_t round = ranks_ == nullptr ? 0 : ranks_->round();
     if (!rotates_by_task || ends_here) rotate(l, thread);
-    if (ends_here) return;
+    if (ends_here) {  // rank 0's return says that K and V are written: on every rank, then
+      if (ranks_ != nullptr) ranks_->meet(round, thread == 0);
+      return;
+    }
     attend(l, thread, rotates_by_task);
     if (last) gather_wanted(thread);
     const int64_t rows = last ? num_wanted : num_rows;
-    float* residual = residual_.memory.as<float>();
-    multiply(thread, layer.output, attended_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
-    // To be here every thread has left attend, and with it everything that writes this layer's K and V.
+    if (!add_product(thread, layer.output, attended_, rows)) return;
+    // To be here every thread of every rank has left attend, and with it everything that writes this layer's K and V.
     if (thread == 0 && batch_->layers_done != nullptr) __atomic_store_n(batch_->layers_done, l + 1, __ATOMIC_RELEASE);
     const Rows& mlp_input = normalise(layer.post_attention_norm, rows, thread);
     multiply(thread, layer.gate_up, mlp_input, rows, Epilogue::kGated, gated_.memory.as<void>(), gated_.stride,
              layer.gate_up.num_panels * kPanelCols);
-    multiply(thread, layer.down, gated_, rows, Epilogue::kAdd, residual, residual_.stride, hidden);
+    if (!add_product(thread, layer.down, gated_, rows)) return;
   }
-  const Rows& last_hidden = normalise(model_.final_norm(), num_wanted, thread);
-  multiply(thread, model_.head(), last_hidden, num_wanted, Epilogue::kStore, batch_->logits, shape_.vocab_size,
-           shape_.vocab_size);
+  write_logits(thread, normalise(model_.final_norm(), num_wanted, thread), num_wanted);
+}
+
+// Every rank has the rows of some tokens. The first meeting of a step, so the ranks see here that it is the same one.
+bool StepRunner::embed_among_ranks(int thread) {
+  const uint32_t round = ranks_->round();
+  const int64_t first = vocab_bounds_[static_cast<size_t>(ranks_->rank())], row_elements = residual_.stride;
+  const int64_t row_bytes = shape_.hidden_size * element_bytes(shape_.dtype);
+  if (thread == 0) ranks_->announce(round, digest_);
+  for_rows(thread, batch_->num_rows, [&](int64_t row) {
+    const int64_t place = batch_->token_ids[row] - first;
+    if (place < 0 || place >= shape_.vocab_rows) return;
+    ops_.embed(model_.embedding() + place * row_bytes, shape_.hidden_size,
+               ranks_->slot_as<float>(ranks_->rank(), round) + row * row_elements);
+  });
+  if (!ranks_->meet(round, thread == 0) || !ranks_->all_announced(round, digest_)) return false;
+  for_rows(thread, batch_->num_rows, [&](int64_t row) {
+    const auto end = std::upper_bound(vocab_bounds_.begin(), vocab_bounds_.end(), batch_->token_ids[row]);
+    const int owner = static_cast<int>(end - vocab_bounds_.begin()) - 1;
+    std::memcpy(residual_.memory.as<float>() + row * row_elements,
+                ranks_->slot_as<float>(owner, round) + row * row_elements,
+                static_cast<size_t>(shape_.hidden_size * kFloat));
+  });
+  return true;
+}
+
+// Adds a projection to the residual stream, the sum over the ranks where each has a part of the inputs.
+bool StepRunner::add_product(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows) {
+  float* residual = residual_.memory.as<float>();
+  const int64_t stride = residual_.stride, hidden = shape_.hidden_size;
+  if (ranks_ == nullptr) {
+    multiply(thread, matrix, rows, num_rows, Epilogue::kAdd, residual, stride, hidden);
+    return true;
+  }
+  const uint32_t round = ranks_->round();
+  multiply(thread, matrix, rows, num_rows, Epilogue::kStore, ranks_->slot(ranks_->rank(), round), stride, hidden);
+  if (!ranks_->meet(round, thread == 0)) return false;
+  for_rows(thread, num_rows, [&](int64_t row) {
+    add_slots(*ranks_, round, row * stride, hidden, true, residual + row * stride);
+  });
+  return true;
+}
+
+bool StepRunner::write_logits(int thread, const Rows& last_hidden, int64_t num_rows) {
+  const int64_t vocab_size = shape_.vocab_size;
+  if (ranks_ == nullptr) {
+    multiply(thread, model_.head(), last_hidden, num_rows, Epilogue::kStore, batch_->logits, vocab_size, vocab_size);
+    return true;
+  }
+  const int own = ranks_->rank();
+  const auto width = [this](int rank) {
+    return vocab_bounds_[static_cast<size_t>(rank) + 1] - vocab_bounds_[static_cast<size_t>(rank)];
+  };
+  int64_t widest = 0;
+  for (int rank = 0; rank < ranks_->size(); ++rank) widest = std::max(widest, width(rank));
+  const int64_t rows_at_once = ranks_->slot_bytes() / (widest * kFloat) / kRowUnit * kRowUnit;
+  for (int64_t first = 0; first < num_rows; first += rows_at_once) {
+    const uint32_t round = ranks_->round();
+    const int64_t count = std::min(rows_at_once, num_rows - first);
+    float* out = own == 0 ? batch_->logits + first * vocab_size : ranks_->slot_as<float>(own, round);
+    multiply(thread, model_.head(), last_hidden, count, Epilogue::kStore, out, own == 0 ? vocab_size : width(own),
+             width(own), first);
+    if (!ranks_->meet(round, thread == 0)) return false;
+    if (own != 0) continue;
+    for_rows(thread, count, [&](int64_t row) {
+      for (int rank = 1; rank < ranks_->size(); ++rank) {
+        std::memcpy(out + row * vocab_size + vocab_bounds_[static_cast<size_t>(rank)],
+                    ranks_->slot_as<float>(rank, round) + row * width(rank),
+                    static_cast<size_t>(width(rank) * kFloat));
+      }
+    });
+  }
+  return true;
 }
 
 template <typename Body>
@@ -118,7 +223,7 @@ void StepRunner::normalise_row(const std::vector<float>& weight, int64_t row, co
 }
 
 void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
-                          int64_t out_stride, int64_t num_cols) {
+                          int64_t out_stride, int64_t num_cols, int64_t first_row) {
   const int64_t element = element_bytes(shape_.dtype), out_element = epilogue == Epilogue::kGated ? element : 4;
   const int64_t out_panel = epilogue == Epilogue::kGated ? kPanelCols / 2 : kPanelCols;
   const int64_t num_blocks = (num_rows + kTaskRows - 1) / kTaskRows;
@@ -130,7 +235,7 @@ void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& ro
   pool_.for_each(thread, num_blocks * num_groups, [&](int64_t index) {
     const int64_t row = index / num_groups * kTaskRows, panel = index % num_groups * panels_a_task;
     GemmTask task = {};
-    task.rows = rows.memory.as<uint8_t>() + row * rows.stride * element;
+    task.rows = rows.memory.as<uint8_t>() + (first_row + row) * rows.stride * element;
     task.row_stride = rows.stride;
     task.num_rows = static_cast<int>(std::min<int64_t>(kTaskRows, num_rows - row));
     task.panels = matrix.panels + panel * panel_bytes;

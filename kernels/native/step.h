@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "attention_plan.h"
 #include "batch.h"
+#include "collective.h"
 #include "memory.h"
 #include "model.h"
 #include "thread_pool.h"
@@ -17,7 +19,12 @@ class StepRunner {
  public:
   StepRunner(const Model& model, ThreadPool* pool) : model_(model), shape_(model.shape()), ops_(model.ops()), pool_(*pool) {}
 
-  // Writes the rows' K and V into the pool and the wanted logits. Throws std::invalid_argument and std::bad_alloc.
+  // From now on the model is one rank's part. vocab_bounds [size + 1]: rank r has the tokens from [r] up to [r + 1].
+  // Throws std::invalid_argument.
+  void join(std::shared_ptr<Collective> ranks, std::vector<int64_t> vocab_bounds);
+
+  // Writes the rows' K and V into the pool and, on rank 0, the wanted logits. Throws std::invalid_argument,
+  // std::bad_alloc and GroupLost.
   void run(const StepBatch& batch);
 
  private:
@@ -36,7 +43,11 @@ class StepRunner {
   const Rows& normalise(const std::vector<float>& weight, int64_t num_rows, int thread);
   void normalise_row(const std::vector<float>& weight, int64_t row, const Rows& out);
   void multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
-                int64_t out_stride, int64_t num_cols);
+                int64_t out_stride, int64_t num_cols, int64_t first_row = 0);
+  // Those that meet the other ranks return false when the group is lost, on every thread alike.
+  bool embed_among_ranks(int thread);
+  bool add_product(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows);
+  bool write_logits(int thread, const Rows& last_hidden, int64_t num_rows);
   void rotate(int layer, int thread);
   void rotate_heads(int layer, int64_t row, int first_kv_head, int num_kv_heads);
   void attend(int layer, int thread, bool rotates);
@@ -51,6 +62,9 @@ class StepRunner {
   const ModelShape& shape_;
   const OpTable& ops_;
   ThreadPool& pool_;
+  std::shared_ptr<Collective> ranks_;  // null: the model is whole
+  std::vector<int64_t> vocab_bounds_;
+  uint64_t digest_ = 0;
   const StepBatch* batch_ = nullptr;
   bool writes_are_private_ = false;
   std::map<int64_t, AttentionPlan> plans_;  // by window

@@ -147,7 +147,7 @@ class Driver:
         config = self.decoder.config
         per_sequence = -(-self.max_length // BLOCK_SIZE)
         num_blocks = self.max_sequences * per_sequence + 1
-        shape = (num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
+        shape = (num_blocks, self.decoder.num_kv_heads_local, config.num_layers, 2, BLOCK_SIZE, config.head_dim)
         self.pool = torch.full(shape, torch.nan, dtype=self.decoder.dtype)
         order = np.random.default_rng(0).permutation(num_blocks - 1) + 1
         self.tables = order.reshape(self.max_sequences, per_sequence).astype(np.int32)
