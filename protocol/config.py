@@ -8,6 +8,7 @@ Flags spell as in ``vllm serve`` where vLLM has them.
 import argparse
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -286,6 +287,19 @@ def from_namespace(config: type[C], namespace: argparse.Namespace) -> C:
     """The validated ``config`` of the flags that were given; raises ``ConfigError`` naming flag and value."""
     names = {item.name for item in dataclasses.fields(config)}  # type: ignore[arg-type]
     return config(**{key: value for key, value in vars(namespace).items() if key in names})
+
+
+def flags_of(config: type, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command line that gives ``config`` its share of ``given``; the inverse of ``add_flags``."""
+    return tuple(
+        _flag_text(_flag_name(item.name), given[item.name]) for item in dataclasses.fields(config) if item.name in given
+    )
+
+
+def _flag_text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else "--no-" + name.removeprefix("--")
+    return f"{name}={','.join(value) if isinstance(value, tuple) else value}"
 
 
 def _default_text(default: Any) -> str:

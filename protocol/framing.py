@@ -72,6 +72,7 @@ class FrameConnection(asyncio.Protocol, Generic[M]):
         self._on_message = on_message
         self._on_lost = on_lost
         self._buffer = bytearray()
+        self._early: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._is_closed = False
 
@@ -85,8 +86,10 @@ class FrameConnection(asyncio.Protocol, Generic[M]):
             await loop.create_connection(lambda: self, sock=sock)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; one for a lost connection is dropped, ``on_lost`` tells of it."""
-        if self._transport is not None and not self._is_closed:
+        """Queue a message, before ``open`` too; one for a lost connection is dropped, ``on_lost`` tells of it."""
+        if self._transport is None:
+            self._early.append(frame(message))
+        elif not self._is_closed:
             self._transport.write(frame(message))
 
     def close(self) -> None:
@@ -97,6 +100,8 @@ class FrameConnection(asyncio.Protocol, Generic[M]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.writelines(self._early)
+        self._early.clear()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

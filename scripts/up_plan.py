@@ -4,7 +4,6 @@ A flag that router and workers both have goes to all of them, except those that 
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from twopool.protocol import config as protocol_config
-from twopool.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig, flag, from_namespace
+from twopool.protocol.config import (
+    DecodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    WorkerConfig,
+    flag,
+    flags_of,
+    from_namespace,
+)
 from twopool.protocol.endpoints import bracketed, parse_tcp_address
 from twopool.protocol.errors import ConfigError
 from twopool.scripts.child import ChildSpec
@@ -120,7 +127,7 @@ def make_plan(
         up=up,
         router=router,
         router_spec=ChildSpec(
-            name="router", argv=(*launcher, "router", *_flags_of(RouterConfig, given), *_tied_to_us())
+            name="router", argv=(*launcher, "router", *flags_of(RouterConfig, given), *_tied_to_us())
         ),
         workers=_plan_workers(up, worker, for_workers, os.sched_getaffinity(0) if cpus is None else cpus),
         launcher=tuple(launcher),
@@ -148,23 +155,8 @@ def _plan_workers(
         if share is not None and worker.num_threads == 0:
             own["num_threads"] = share.num_threads
         config = PrefillConfig if role == "prefill" else DecodeConfig
-        plans.append(WorkerPlan(name=name, role=role, share=share, flags=_flags_of(config, own)))
+        plans.append(WorkerPlan(name=name, role=role, share=share, flags=flags_of(config, own)))
     return tuple(plans)
-
-
-def _flags_of(config: type, given: dict[str, Any]) -> tuple[str, ...]:
-    """The command line that gives ``config`` its share of ``given``; the inverse of ``protocol.config.add_flags``."""
-    return tuple(
-        _flag_text("--" + item.name.replace("_", "-"), given[item.name])
-        for item in dataclasses.fields(config)
-        if item.name in given
-    )
-
-
-def _flag_text(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return name if value else "--no-" + name.removeprefix("--")
-    return f"{name}={','.join(value) if isinstance(value, tuple) else value}"
 
 
 def _tied_to_us() -> tuple[str, ...]:
