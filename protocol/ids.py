@@ -3,6 +3,7 @@
 A token's address is (``RequestId``, ``Attempt``, ``ChoiceIndex``, output index).
 """
 
+import os
 import secrets
 from typing import NewType
 
@@ -39,7 +40,12 @@ def new_epoch() -> Epoch:
 
 def new_request_id() -> RequestId:
     """A random 96-bit request id."""
-    return RequestId(f"req-{secrets.token_hex(12)}")
+    return RequestId("req-" + _random_hex())
+
+
+def new_seed() -> int:
+    """A random 63-bit seed, for a request that brought none."""
+    return int(_random_hex()[:16], 16) >> 1
 
 
 def new_worker_id(role: str) -> WorkerId:
@@ -49,3 +55,23 @@ def new_worker_id(role: str) -> WorkerId:
 
 def new_router_id() -> RouterId:
     return RouterId(f"router-{secrets.token_hex(3)}")
+
+
+_RANDOM_BYTES = 12
+_RANDOM_BATCH = 256
+_drawn: list[str] = []
+# A forked process must not go on with its parent's.
+os.register_at_fork(after_in_child=_drawn.clear)
+
+
+def _random_hex() -> str:
+    """``_RANDOM_BYTES`` of the system's random bytes, in hexadecimal. Many are drawn at once: a call costs more than
+    all else that an id needs. Safe in threads: ``pop`` and ``extend`` of a list are atomic.
+    """
+    while True:
+        try:
+            return _drawn.pop()
+        except IndexError:
+            size = 2 * _RANDOM_BYTES
+            drawn = os.urandom(_RANDOM_BYTES * _RANDOM_BATCH).hex()
+            _drawn.extend([drawn[at : at + size] for at in range(0, len(drawn), size)])

@@ -28,9 +28,11 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
+        self._template = template
+        self._globals = dict(template.globals)
 
     def render(
         self,
@@ -48,15 +50,20 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if continue_final_message:
             messages = self._tagged(messages)
-        variables = {**self._special_tokens, **extra}
+        variables: dict[str, Any] = {
+            **self._globals,
+            **self._special_tokens,
+            **extra,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            # What ``Template.render`` does, without walking through the globals, which are a chain of maps, each time.
+            template = self._template
+            context = template.new_context(variables, shared=True)
+            text = template.environment.concat(template.root_render_func(context))
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused: {error.message}", param="messages") from error
         # A template runs arbitrary expressions over the client's messages: whatever Python error it trips over

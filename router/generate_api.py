@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -80,11 +79,6 @@ class GenerateApi:
         )
         self._open.add(generation)
         connection = connection_of(request.scope)
-        prepared = replace(
-            prepared,
-            head=replace(prepared.head, system_fingerprint=self._dispatcher.system_fingerprint),
-            include_timings=prepared.include_timings or context.wants_timings,
-        )
         if prepared.is_stream:
             return await self._stream(prepared, generation, connection)
         return await self._whole(prepared, generation, connection)
@@ -110,6 +104,8 @@ class GenerateApi:
             tenant=context.tenant,
             tool_call_parser=self._config.tool_call_parser,
             reasoning_parser=self._config.reasoning_parser,
+            wants_timings=context.wants_timings,
+            system_fingerprint=self._dispatcher.system_fingerprint,
         )
 
     async def _stream(self, prepared: PreparedRequest, generation: Generation, connection: ClientConnection) -> ASGIApp:

@@ -71,8 +71,12 @@ class Generation:
         self.arrival = arrival
         self._on_over = on_over
         self._prompts = prompts
+        # Sinks and listener know this generation too. Both are let go of at its end: a cycle would keep all of the
+        # request's objects until the collector comes, and make it come.
         self._sinks: list[_PromptSink] = []
         self._listener: GenerationListener | None = None
+        self.timelines: list[Timeline] = []
+        """One for each prompt that had something generated."""
         self._num_open = len(self.choices)
         self._num_prompt_tokens = sum(prompt.num_prompt_tokens for prompt in prompts)
         self.num_cached_tokens = 0
@@ -84,22 +88,17 @@ class Generation:
         generated = sum([choice.num_tokens for choice in self.choices])
         return Usage(self._num_prompt_tokens, generated, self.num_cached_tokens)
 
-    @property
-    def timelines(self) -> list[Timeline]:
-        """One for each prompt that had something generated."""
-        return [sink.timeline for sink in self._sinks]
-
     def timings(self) -> Any:
         """What an answer says of its time: an object, or a list of them, prompt by prompt."""
-        figures = [sink.timeline.to_json({"prefill": sink.num_cached_tokens}) for sink in self._sinks]
+        figures = [timeline.to_json() for timeline in self.timelines]
         return figures[0] if len(figures) == 1 else figures
 
     def first_written(self) -> None:
         """The first tokens there are have just been written to the client."""
         now = time.monotonic()
-        for sink in self._sinks:
-            if sink.timeline.first_s is not None and sink.timeline.written_s is None:
-                sink.timeline.written_s = now
+        for timeline in self.timelines:
+            if timeline.first_s is not None and timeline.written_s is None:
+                timeline.written_s = now
 
     def start(self, listener: GenerationListener) -> None:
         """Submit every prompt, or none: raises what the dispatcher raises."""
@@ -112,6 +111,7 @@ class Generation:
                     sink = _PromptSink(self, listener, prompt.request, prompt.choices, first, prompt.num_prompt_tokens)
                     self._dispatcher.submit(prompt.request, sink)
                     self._sinks.append(sink)
+                    self.timelines.append(sink.timeline)
                 first += len(prompt.choices)
         except TwopoolError as error:
             self._end(outcome_of(error))
@@ -125,23 +125,25 @@ class Generation:
 
     def progressed(self, index: int) -> None:
         """A sink's report that choice ``index`` took tokens."""
-        if self.is_over or self._listener is None:
+        listener = self._listener
+        if listener is None:
             return
         if self.choices[index].finish_reason is None:
-            self._listener.on_progress(index)
+            listener.on_progress(index)
             return
         self._num_open -= 1
-        self._listener.on_progress(index)
+        listener.on_progress(index)
         if not self._num_open:
             self._end("completed")
-            self._listener.on_completed()
+            listener.on_completed()
 
     def failed(self, error: TwopoolError) -> None:
         """A sink's report that its prompt will get no answer."""
-        if self.is_over or self._listener is None:
+        listener = self._listener
+        if listener is None:
             return
         self._end(outcome_of(error))
-        self._listener.on_failed(error)
+        listener.on_failed(error)
 
     def _finish_empty_choices(self) -> None:
         for index, choice in enumerate(self.choices):
@@ -154,7 +156,8 @@ class Generation:
         metrics = self._metrics
         metrics.in_flight -= 1
         metrics.count_outcome(outcome)
-        for sink in self._sinks:
+        sinks, self._sinks, self._listener = self._sinks, [], None
+        for sink in sinks:
             if outcome != "completed":
                 self._dispatcher.cancel(sink.request_id)
             sink.record(metrics, completed=outcome == "completed")
@@ -163,7 +166,7 @@ class Generation:
                     "%s: %d prompt tokens (%d cached), %d generated, first after %.1f ms, %.1f ms in all",
                     outcome,
                     sink.num_prompt_tokens,
-                    sink.num_cached_tokens,
+                    sink.timeline.num_cached_tokens,
                     sink.num_tokens,
                     (sink.timeline.ttft_s or 0.0) * 1e3,
                     (time.monotonic() - self.arrival.began_s) * 1e3,
@@ -186,7 +189,6 @@ class _PromptSink:
         "_may_have_lane",
         "_on_progress",
         "_prompt_ids",
-        "num_cached_tokens",
         "num_prompt_tokens",
         "request_id",
         "timeline",
@@ -203,7 +205,6 @@ class _PromptSink:
     ) -> None:
         self.request_id = request.request_id
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_cached_tokens = 0
         self.timeline = Timeline(generation.arrival)
         self._generation = generation
         self._choices = choices
@@ -280,7 +281,7 @@ class _PromptSink:
         ttft_s = self.timeline.ttft_s
         if ttft_s is not None:
             metrics.prompt_tokens += self.num_prompt_tokens
-            metrics.cached_tokens += self.num_cached_tokens
+            metrics.cached_tokens += self.timeline.num_cached_tokens
             metrics.ttft.observe(ttft_s)
             parts = self.timeline.seconds()
             metrics.observe_phases(parts)
@@ -303,6 +304,5 @@ class _PromptSink:
             for choice in self._choices:
                 choice.take_prompt(scores)
         if delta.prefill is not None:
-            self.num_cached_tokens = delta.prefill.cached_tokens
             self.timeline.prefill = delta.prefill
             self._generation.num_cached_tokens += delta.prefill.cached_tokens

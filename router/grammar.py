@@ -120,7 +120,7 @@ def _response_format(kind: str, schema: Any) -> tuple[str, Grammar]:
 
 def _guided(body: GenerationBody) -> list[tuple[str, str, Any]]:
     """(field, kind, value) of vLLM's fields, old and new."""
-    fields = [(f"guided_{kind}", kind, getattr(body, f"guided_{kind}")) for kind in _GUIDED if kind != "json_object"]
+    fields = [(field, kind, getattr(body, field)) for field, kind in _OLD_FIELDS]
     options = body.structured_outputs
     if options is None:
         return fields
@@ -190,6 +190,7 @@ _GUIDED = {
     "choice": _choice,
     "grammar": _grammar,
 }
+_OLD_FIELDS = [(f"guided_{kind}", kind) for kind in _GUIDED if kind != "json_object"]
 
 
 def _string(value: Any, path: str) -> str:

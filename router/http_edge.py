@@ -86,6 +86,8 @@ class HttpEdge:
                 return
             known = error if isinstance(error, TwopoolError) else TwopoolError("internal server error")
             await error_response(known)(scope, receive, send_with_id)
+        finally:
+            connection.release()
 
     def _admit(self, scope: Scope, authorization: bytes | None) -> bytes:
         header_error = connection_of(scope).header_error

@@ -1,17 +1,16 @@
 """What the HTTP half counts and times, in Prometheus terms.
 
-Plain Python numbers behind one collector: an observation is a binary search and two additions. Tokens are observed a
-few dozen at a time. Label values come from closed sets, so no client can make a time series.
+Plain Python numbers behind one collector. Tokens are observed a few dozen at a time. Label values come from closed
+sets, so no client can make a time series.
 """
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from twopool.protocol.errors import TwopoolError
+from twopool.router.histogram import Histogram
 from twopool.router.timings import PHASES
 
 OUTCOMES = ("completed", "invalid", "overloaded", "unavailable", "timeout", "cancelled", "slow_reader", "failed")
@@ -22,48 +21,6 @@ _TOTAL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 40, 60, 120
 _PHASE_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-
-
-class Histogram:
-    """Counts by upper bound (inclusive), and their sum."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def observe_all(self, values: list[float]) -> None:
-        """Many at once, at the cost of a sort and one search a bound. Sorts ``values``."""
-        values.sort()
-        counts = self._counts
-        before = 0
-        for index, bound in enumerate(self._bounds):
-            upto = bisect_right(values, bound, before)
-            counts[index] += upto - before
-            before = upto
-        counts[-1] += len(values) - before
-        self._sum += sum(values)
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def family(self, name: str, documentation: str) -> Metric:
-        buckets, sum_value = self.buckets()
-        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=sum_value)
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound as Prometheus wants them, and the sum."""
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), total))
-        return buckets, self._sum
 
 
 class HttpMetrics(Collector):

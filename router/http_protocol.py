@@ -56,13 +56,13 @@ class ClientConnection:
         self._on_lost: Callable[[], None] | None = None
         self.on_write_paused: Callable[[], None] | None = None
         """Called when ``is_write_paused`` becomes true."""
-        self._lost: asyncio.Event = asyncio.Event()
+        self._lost: asyncio.Event | None = None
         self.header_error: TwopoolError | None = None
         """Why the request must be refused whatever it says: its headers were too large."""
 
     @property
     def is_lost(self) -> bool:
-        return self._cycle.disconnected or self._lost.is_set()
+        return self._cycle.disconnected
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Call ``on_lost`` when the client leaves (at once if it has). Reading goes on, or nobody would notice."""
@@ -95,9 +95,8 @@ class ClientConnection:
         self.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def drained(self) -> None:
-        """Wait until the client has taken nearly all that was written."""
-        if self._flow.write_paused:
-            await self._flow.drain()
+        """Wait while ``is_write_paused``."""
+        await self._flow.drain()
 
     def abort(self) -> None:
         """Drop the connection and what it has buffered."""
@@ -106,6 +105,9 @@ class ClientConnection:
     async def close(self, *, timeout_s: float) -> None:
         """Close without ending the response, after what is buffered has been sent or ``timeout_s`` has passed."""
         self._transport.close()
+        if self.is_lost:
+            return
+        self._lost = asyncio.Event()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._lost.wait()
@@ -113,10 +115,16 @@ class ClientConnection:
             self._transport.abort()
             await self._lost.wait()
 
+    def release(self) -> None:
+        """The request is over. What was kept for it is let go of, or it would wait for the collector in a cycle."""
+        self._on_lost = self.on_write_paused = None
+        self._cycle.scope["state"].clear()
+
     def lost(self) -> None:
         """The protocol's news that the connection is gone."""
         self._cycle.disconnected = True
-        self._lost.set()
+        if self._lost is not None:
+            self._lost.set()
         on_lost, self._on_lost = self._on_lost, None
         if on_lost is not None:
             on_lost()

@@ -153,6 +153,8 @@ def _any_pair(decodes: Sequence[Candidate], prefills: Sequence[Candidate]) -> bo
 def _by_load(decodes: list[Candidate], turn: int) -> list[Candidate]:
     """Least share of its sequences first, then fewest tokens, then whose turn it is."""
     count = len(decodes)
+    if count <= 1:
+        return decodes
     order = sorted(
         range(count),
         key=lambda i: (
@@ -166,6 +168,8 @@ def _by_load(decodes: list[Candidate], turn: int) -> list[Candidate]:
 
 def _least_prefill(prefills: list[Candidate], turn: int) -> Candidate:
     count = len(prefills)
+    if count == 1:
+        return prefills[0]
     best = min(
         range(count),
         key=lambda i: (prefills[i].load.prefill_tokens, prefills[i].load.attempts, (i - turn) % count),

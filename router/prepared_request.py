@@ -45,6 +45,8 @@ class RequestLimits:
     tenant: bytes
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    wants_timings: bool = False
+    system_fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def _prepared(
         model=name,
         is_chat=is_chat,
         num_top_logprobs=num_logprobs(body),
+        system_fingerprint=limits.system_fingerprint,
     )
     ids = [request_id] + [new_request_id() for _ in prompts[1:]]
     planned = [
@@ -159,7 +162,7 @@ def _prepared(
         prompts=planned,
         is_stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
-        include_timings=bool(body.timings),
+        include_timings=bool(body.timings) or limits.wants_timings,
         continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
     )
 

@@ -1,9 +1,9 @@
 """From a request body and the model's defaults to complete ``SamplingParams``, every value checked."""
 
 import math
-import secrets
 
 from twopool.protocol.errors import InvalidRequestError
+from twopool.protocol.ids import new_seed
 from twopool.protocol.messages import (
     MAX_BIAS_ENTRIES,
     MAX_CHOICES,
@@ -138,7 +138,7 @@ def _repetition_penalty(value: float | None, default: float) -> float:
 
 def _seed(value: int | None) -> int:
     if value is None:
-        return secrets.randbits(63)
+        return new_seed()
     return int_in_range("seed", value, -(2**63), 2**63 - 1, default=0)
 
 

@@ -133,16 +133,32 @@ class StreamAnswer:
             self._generation.first_written()
             last_events = await self._ended
             if last_events is not None:
-                async with asyncio.timeout(self._last_bytes_timeout_s):
-                    await send({"type": "http.response.body", "body": last_events, "more_body": False})
-                    await self._connection.drained()
+                await self._finish(last_events, send)
             else:
                 await self._connection.close(timeout_s=self._last_bytes_timeout_s)
-        except TimeoutError:  # the reader stopped reading with the end of the answer still in its buffer
-            await self._connection.close(timeout_s=0)
         finally:
             self._generation.cancel()
             self._connection.unwatch()
+
+    async def _finish(self, last_events: bytes, send: Send) -> None:
+        """A reader that stops reading with the end of the answer still in its buffer is not waited for for ever."""
+        if not await self._is_drained():
+            await self._connection.close(timeout_s=0)
+            return
+        await send({"type": "http.response.body", "body": last_events, "more_body": False})
+        if not await self._is_drained():
+            self._connection.abort()
+
+    async def _is_drained(self) -> bool:
+        """Whether the client takes nearly all that was written in time."""
+        if not self._connection.is_write_paused:
+            return True
+        try:
+            async with asyncio.timeout(self._last_bytes_timeout_s):
+                await self._connection.drained()
+        except TimeoutError:
+            return False
+        return True
 
     def _on_lost(self) -> None:
         self._generation.cancel()

@@ -70,6 +70,11 @@ class Timeline:
             self.grant = grant
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefill found in a prefix cache."""
+        return 0 if self.prefill is None else self.prefill.cached_tokens
+
+    @property
     def ttft_s(self) -> float | None:
         """From the first byte of the request to the write of its first token, or to its arrival here."""
         end_s = self.written_s if self.written_s is not None else self.first_s
@@ -101,7 +106,7 @@ class Timeline:
                 parts["decode"] = max(0.0, self.last_s - self.first_s)
         return parts
 
-    def to_json(self, num_cached_by_source: dict[str, int]) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What an answer carries on request; times in milliseconds."""
         seconds = self.seconds()
         figures: dict[str, Any] = {f"{name}_ms": _ms(seconds[name]) for name in PHASES if name in seconds}
@@ -112,7 +117,7 @@ class Timeline:
         if handover is not None:
             figures["transfer_ms"] = _ms(handover.transfer_s)
         figures["kv_bytes_moved"] = 0 if handover is None else handover.num_bytes
-        figures["cached_tokens"] = num_cached_by_source
+        figures["cached_tokens"] = {"prefill": self.num_cached_tokens}
         if grant is not None:
             figures["attempts"] = grant.attempt + 1
             figures["decode_worker"] = grant.decode

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from twopool.protocol.messages import BlockCounts, HandoverReport, WorkerStats
+from twopool.router.histogram import Histogram
 from twopool.router.registry import WorkerRegistry
 
 AttemptOutcome = Literal["finished", "busy", "failed", "worker_lost", "cancelled", "deadline"]
@@ -141,28 +142,20 @@ class DispatchCollector(Collector):
             yield CounterMetricFamily(name, text, value=value())
 
 
-class DispatchHistograms:
+class DispatchHistograms(Collector):
     """Times observed once a request or once an attempt."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._queue = Histogram(
-            "twopool_grant_wait_seconds",
-            "Seconds from a request's arrival to its first grant",
-            buckets=_TIME_BUCKETS,
-            registry=registry,
+    def __init__(self) -> None:
+        self._queue = Histogram(_TIME_BUCKETS)
+        self._transfer = Histogram(_TIME_BUCKETS)
+        self._exposed = Histogram(_TIME_BUCKETS)
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._queue.family("twopool_grant_wait_seconds", "Seconds from a request's arrival to its first grant")
+        yield self._transfer.family(
+            "twopool_handover_transfer_seconds", "Seconds a prompt's KV was under way to its decode worker"
         )
-        self._transfer = Histogram(
-            "twopool_handover_transfer_seconds",
-            "Seconds a prompt's KV was under way to its decode worker",
-            buckets=_TIME_BUCKETS,
-            registry=registry,
-        )
-        self._exposed = Histogram(
-            "twopool_handover_exposed_seconds",
-            "Seconds of a hand-over that no computation hid",
-            buckets=_TIME_BUCKETS,
-            registry=registry,
-        )
+        yield self._exposed.family("twopool_handover_exposed_seconds", "Seconds of a hand-over that no computation hid")
 
     def granted(self, queued_s: float) -> None:
         self._queue.observe(queued_s)
@@ -193,7 +186,9 @@ def export(
             num_workers_lost=num_workers_lost,
         )
     )
-    return DispatchHistograms(registry)
+    histograms = DispatchHistograms()
+    registry.register(histograms)
+    return histograms
 
 
 def _add(

@@ -72,7 +72,7 @@ def test_a_later_attempt_changes_the_workers_and_not_the_first_token() -> None:
     line = timeline()
     again = Grant(attempt=1, decode=WorkerId("d2"), prefill=None, queued_s=0.0, at_s=106.0)
     line.granted(again)
-    figures = line.to_json({"prefill": 3})
+    figures = line.to_json()
     assert (figures["attempts"], figures["decode_worker"], figures["prefill_worker"]) == (2, "d2", "d2")
     assert figures["prefill_ms"] == 1000.0
     assert figures["ttft_ms"] == 5500.0
