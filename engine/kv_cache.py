@@ -40,16 +40,18 @@ def allocate_kv_pool(geometry: KvGeometry, device: torch.device, *, shared: bool
     return pool
 
 
-def kv_cache_blocks(config: WorkerConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
-    """Blocks the worker's budget pays for; raises ``ConfigError`` when that is not even one.
+def kv_cache_blocks(
+    config: WorkerConfig, model: DecoderConfig, dtype: torch.dtype, *, num_kv_heads: int, device: torch.device
+) -> int:
+    """Blocks of a rank's ``num_kv_heads`` that its budget pays for; raises ``ConfigError`` when that is not even one.
 
     The budget is ``--kv-cache-memory``, else on a GPU what ``--gpu-memory-utilization`` leaves beside the weights,
     which must be loaded by now, else 1 GiB.
     """
-    block_bytes = 2 * config.block_size * model.num_kv_heads * model.head_dim * model.num_layers * dtype.itemsize
+    block_bytes = 2 * config.block_size * num_kv_heads * model.head_dim * model.num_layers * dtype.itemsize
     budget = config.kv_cache_memory
     if budget is None:
-        budget = _gpu_budget(config) if _on_gpu(config) else DEFAULT_CPU_BYTES
+        budget = DEFAULT_CPU_BYTES if device.type == "cpu" else _gpu_budget(config, device)
     if budget < block_bytes:
         raise ConfigError(
             f"--kv-cache-memory {budget}: one block of {config.block_size} tokens takes {block_bytes} bytes",
@@ -58,12 +60,7 @@ def kv_cache_blocks(config: WorkerConfig, model: DecoderConfig, dtype: torch.dty
     return budget // block_bytes
 
 
-def _on_gpu(config: WorkerConfig) -> bool:
-    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-
-
-def _gpu_budget(config: WorkerConfig) -> int:
-    device = torch.device("cuda" if config.device == "auto" else config.device)
+def _gpu_budget(config: WorkerConfig, device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     used = total - free
     return max(int(total * config.gpu_memory_utilization) - used, 0)

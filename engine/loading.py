@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -13,10 +13,13 @@ import torch
 
 from twopool.engine.kv_cache import TORCH_DTYPES, allocate_kv_pool, kv_cache_blocks
 from twopool.engine.model_runner import CapturedDecode, Model, ModelRunner
+from twopool.engine.tp_group import TpGroup
+from twopool.kernels.collectives import Collective, SharedMemoryCollective
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
+from twopool.models.sharding import Shard
 from twopool.models.vocabulary import num_tokens_known
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, ModelError
@@ -36,6 +39,8 @@ class LoadedModel:
     num_valid_tokens: int
     """ids from here on have logits, but no text: nothing draws them"""
     deterministic_gemm: bool = False
+    group: TpGroup | None = None
+    """the other ranks, where this is the first of several"""
 
     @property
     def compatibility_hash(self) -> str:
@@ -46,11 +51,7 @@ class LoadedModel:
     @property
     def kernel_backend(self) -> str:
         """What computes, by name: outputs are equal bit for bit only between equal ones."""
-        if isinstance(self.decoder, NativeDecoder):
-            return f"native-{self.decoder.isa}"
-        if self.decoder.device.type == "cpu":
-            return "torch"
-        return "triton-deterministic" if self.deterministic_gemm else "triton"
+        return kernel_backend(self.decoder, deterministic_gemm=self.deterministic_gemm)
 
     @property
     def max_model_len(self) -> int:
@@ -59,12 +60,12 @@ class LoadedModel:
     def runner(
         self, config: WorkerConfig, *, on_layers: Callable[[int], None] | None = None, model: Model | None = None
     ) -> ModelRunner:
-        """What runs this model's steps; on a GPU decodes are captured when it is warmed up.
+        """What runs this model's steps; on a GPU, a rank that is alone captures decodes when it is warmed up.
 
         ``model``: stands in for the decoder in the steps that are not captured, to be measured.
         """
         captured: CapturedDecode | None = None
-        if isinstance(self.decoder, Decoder) and self.decoder.device.type == "cuda":
+        if isinstance(self.decoder, Decoder) and self.decoder.device.type == "cuda" and self.geometry.tp_size == 1:
             from twopool.models.decode_graphs import DecodeGraphs
 
             captured = DecodeGraphs(
@@ -82,58 +83,136 @@ class LoadedModel:
         )
 
 
+ALONE = Shard(0, 1)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One process's place in its worker. ``cpus`` are for its compute threads; None: all that the process may use."""
+
+    shard: Shard = ALONE
+    collective: Collective | None = None
+    cpus: tuple[int, ...] | None = None
+
+
 def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
     """Read the model in ``folder`` and allocate its KV pool. Raises ``ModelError`` or ``ConfigError``."""
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, folder)
-    decoder = _load_decoder(config, folder, TORCH_DTYPES[dtype], device)
+    decoder = load_decoder(config, folder, RankPlace())
+    return with_pool(config, folder, decoder, RankPlace(), num_blocks=pool_blocks(config, decoder))
+
+
+def load_decoder(config: WorkerConfig, folder: Path, place: RankPlace) -> Decoder | NativeDecoder:
+    """The rank's part of the model in ``folder``. Raises ``ModelError`` or ``ConfigError``."""
+    cpus = sorted(os.sched_getaffinity(0)) if place.cpus is None else list(place.cpus)
+    torch.set_num_threads(config.num_threads or len(cpus))
+    device = rank_device(config.device, place.shard.rank)
+    dtype = TORCH_DTYPES[_dtype(config.dtype, folder)]
+    decoder = _load_decoder(config, folder, dtype, device, place, cpus)
     _check_length(config, decoder.config.max_model_len)
+    return decoder
+
+
+def kernel_backend(decoder: Decoder | NativeDecoder, *, deterministic_gemm: bool) -> str:
+    """What ``LoadedModel.kernel_backend`` says."""
+    if isinstance(decoder, NativeDecoder):
+        return f"native-{decoder.isa}"
+    if decoder.device.type == "cpu":
+        return "torch"
+    return "triton-deterministic" if deterministic_gemm else "triton"
+
+
+def pool_blocks(config: WorkerConfig, decoder: Decoder | NativeDecoder) -> int:
+    """Blocks this rank's memory allows beside the transport's own."""
+    return kv_cache_blocks(
+        config, decoder.config, decoder.dtype, num_kv_heads=decoder.num_kv_heads_local, device=decoder.device
+    )
+
+
+def with_pool(
+    config: WorkerConfig, folder: Path, decoder: Decoder | NativeDecoder, place: RankPlace, *, num_blocks: int
+) -> LoadedModel:
+    """The loaded model with its KV pool of ``num_blocks`` blocks and the transport's. Raises ``ConfigError``."""
+    model, device = decoder.config, decoder.device
     geometry = KvGeometry(
-        num_blocks=kv_cache_blocks(config, decoder.config, TORCH_DTYPES[dtype]) + NUM_RESERVED_BLOCKS,
+        num_blocks=num_blocks + NUM_RESERVED_BLOCKS,
         block_size=config.block_size,
-        num_layers=decoder.config.num_layers,
-        num_kv_heads=decoder.config.num_kv_heads,
-        num_kv_heads_local=decoder.config.num_kv_heads,
-        head_dim=decoder.config.head_dim,
-        dtype=dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        kv_head_start=decoder.kv_head_start,
+        num_kv_heads_local=decoder.num_kv_heads_local,
+        head_dim=model.head_dim,
+        dtype=_dtype(config.dtype, folder),
         memory="host" if device.type == "cpu" else "device",
         device_index=device.index or 0,
+        tp_rank=place.shard.rank,
+        tp_size=place.shard.size,
     )
     return LoadedModel(
         decoder,
         geometry,
         allocate_kv_pool(geometry, device, shared=config.maps_same_host),
         folder,
-        num_valid_tokens=min(num_tokens_known(folder), decoder.config.vocab_size),
+        num_valid_tokens=min(num_tokens_known(folder), model.vocab_size),
         deterministic_gemm=config.deterministic_gemm,
     )
 
 
 def _load_decoder(
-    config: WorkerConfig, folder: Path, dtype: torch.dtype, device: torch.device
+    config: WorkerConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: RankPlace,
+    cpus: Sequence[int],
 ) -> Decoder | NativeDecoder:
     """The decoder of the backend asked for; ``auto`` takes the native one where it can serve, and says why not."""
-    backend = config.kernel_backend
-    if backend == "torch" or device.type != "cpu":
-        return Decoder.load(folder, dtype=dtype, device=device, deterministic_gemm=config.deterministic_gemm)
-    model_config = DecoderConfig.from_folder(folder)
-    reason = NativeDecoder.unavailable_reason(model_config, dtype=dtype, device=device)
-    if reason is None:
-        return NativeDecoder.load(folder, dtype=dtype, device=device, cpus=_own_cpus(torch.get_num_threads()))
-    if backend == "native":
-        raise ConfigError(f"--kernel-backend native: {reason}", param="--kernel-backend")
-    logger.info("torch computes: %s", reason)
-    return Decoder.load(folder, dtype=dtype, device=device)
+    collective = place.collective
+    if config.kernel_backend != "torch" and device.type == "cpu":
+        reason = NativeDecoder.unavailable_reason(DecoderConfig.from_folder(folder), dtype=dtype, device=device)
+        if reason is None and (collective is None or isinstance(collective, SharedMemoryCollective)):
+            return NativeDecoder.load(
+                folder,
+                dtype=dtype,
+                device=device,
+                cpus=_own_cpus(torch.get_num_threads(), cpus, place.shard.size),
+                shard=place.shard,
+                collective=collective,
+            )
+        reason = reason or "the native step sums over the shared memory of one host"
+        if config.kernel_backend == "native":
+            raise ConfigError(f"--kernel-backend native: {reason}", param="--kernel-backend")
+        logger.info("torch computes: %s", reason)
+    return Decoder.load(
+        folder,
+        dtype=dtype,
+        device=device,
+        deterministic_gemm=config.deterministic_gemm,
+        shard=place.shard,
+        collective=collective,
+    )
 
 
-def _own_cpus(num_threads: int) -> list[int] | None:
-    """The CPUs to pin compute threads to, one each, when this process has exactly that many; None: do not pin.
+def _own_cpus(num_threads: int, cpus: Sequence[int], num_ranks: int) -> Sequence[int] | None:
+    """The CPUs to pin compute threads to, one each, when this rank has exactly that many; None: do not pin.
 
-    Unpinned, Linux often wakes two threads of a step on one CPU, and the step takes up to three times as long.
+    Unpinned, Linux often wakes two threads of a step on one CPU, and the step takes up to three times as long. A thread
+    that is alone may go where it likes.
     """
-    cpus = sorted(os.sched_getaffinity(0))
-    return cpus if 1 < num_threads == len(cpus) else None
+    return cpus if num_threads == len(cpus) and num_threads * num_ranks > 1 else None
+
+
+def rank_device(name: str, rank: int) -> torch.device:
+    """The device of a worker's rank: GPUs one after the other from the one named, or the first. ``ConfigError``."""
+    device = _device(name)
+    if device.type == "cpu" or rank == 0:
+        return device
+    index = (device.index or 0) + rank
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name}: rank {rank} needs cuda:{index}, torch sees {torch.cuda.device_count()} GPUs here",
+            param="--device",
+        )
+    return torch.device("cuda", index)
 
 
 def _device(name: str) -> torch.device:

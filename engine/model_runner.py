@@ -86,14 +86,27 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copy blocks, compute the rows, draw the tokens. A GPU has all of it queued before the ids are waited for."""
-        with torch.inference_mode(), self._on_device():
-            return self._run(plan)
+        return self.draw(plan, self.compute(plan))
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        if len(plan.copies):
-            copies = self._to_device(plan.copies.astype(np.int64))
-            copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
-        logits = self._logits(plan)
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Copy blocks, compute the rows -> their logits, [L + N, vocab_size]; other ranks than the first have none."""
+        with torch.inference_mode(), self._on_device():
+            if len(plan.copies):
+                copies = self._to_device(plan.copies.astype(np.int64))
+                copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
+            return self._logits(plan)
+
+    def draw(self, plan: StepPlan, logits: Tensor) -> StepResult:
+        """The tokens, from what ``compute`` gave."""
+        with torch.inference_mode(), self._on_device():
+            return self._draw(plan, logits)
+
+    def wait_written(self) -> None:
+        """Until the KV of all that was computed is in memory, where peers may read it."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def _draw(self, plan: StepPlan, logits: Tensor) -> StepResult:
         scores = None
         if len(plan.scored_rows):
             num_drawn = len(plan.logit_sequences)
@@ -111,19 +124,21 @@ class ModelRunner:
             sampling = replace(sampling, allowed_rows=plan.masks.rows, allowed_bits=plan.masks.bits.result())
         return StepResult(sample(logits, sampling, num_valid_tokens=self._num_valid_tokens), scores)
 
-    def warm_up(self) -> None:
+    def warm_up(self, run: Callable[[StepPlan], StepResult] | None = None) -> None:
         """Run a decode and a prefill, and capture: the first request is to be as fast as the hundredth.
 
         Writes the pool's first blocks: call it before any of them is in use. Runs on a thread of its own: the native
-        step pins whoever calls it, and what the caller starts later would inherit that.
+        step pins whoever calls it, and what the caller starts later would inherit that. ``run`` runs a plan where this
+        is one rank of several.
         """
+        run = run or self.run
         room = (self._kv_pool.shape[0] - 1) * self._block_size
         with ThreadPoolExecutor(max_workers=1) as thread:
             for num_rows in WARM_UP_ROWS:
-                thread.submit(self.run, _warm_up_plan(min(num_rows, max(room, 1)), self._block_size)).result()
+                thread.submit(run, _warm_up_plan(min(num_rows, max(room, 1)), self._block_size)).result()
             if self._captured is not None:
                 thread.submit(self._capture, self._captured).result()
-                thread.submit(self.run, _warm_up_plan(1, self._block_size)).result()
+                thread.submit(run, _warm_up_plan(1, self._block_size)).result()
 
     def _capture(self, captured: CapturedDecode) -> None:
         with self._on_device():

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -22,8 +22,9 @@ import uvloop
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
 from twopool.engine.grammar import GrammarEngine
+from twopool.engine.group_runner import GroupRunner
 from twopool.engine.incoming import KvMemory
-from twopool.engine.loading import LoadedModel, load_model
+from twopool.engine.loading import LoadedModel
 from twopool.engine.prefix_source import PrefixSource
 from twopool.engine.requests import LayerProgress, StepOutput
 from twopool.engine.router_link import RouterHandler, RouterLinks
@@ -32,9 +33,11 @@ from twopool.engine.source_links import ReaderHandler, SourceLinks
 from twopool.engine.source_server import SourceHandler, SourceServer
 from twopool.engine.step import StepExecutor, StepPlan, StepResult, ThreadExecutor
 from twopool.engine.tickets import TicketWriter
+from twopool.engine.tp_group import TpGroup
+from twopool.engine.tp_loading import load_worker
 from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.fault_points import FaultPoints
-from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, KvTransport
 from twopool.kv_transfer.local import LocalFabric
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, CorruptKvError, TransferError, TwopoolError
@@ -134,7 +137,7 @@ class WorkerHost:
         self.pool = BlockPool(
             model.geometry.num_blocks - NUM_RESERVED_BLOCKS,
             config.block_size,
-            epoch=new_epoch(),
+            epoch=new_epoch() if model.group is None else model.group.epoch,
             prefix_caching=config.enable_prefix_caching,
         )
         self._loop = asyncio.get_running_loop()
@@ -142,7 +145,7 @@ class WorkerHost:
         self._role_name = role
         self._stopping = asyncio.Event()
         self._security = Security(config.cluster_key)
-        self.transport = create_transport(
+        local = create_transport(
             config.kv_transport,
             pool=model.kv_pool,
             geometry=model.geometry,
@@ -155,6 +158,7 @@ class WorkerHost:
             faults=self.faults,
             loop=self._loop,
         )
+        self.transport: KvTransport = local if model.group is None else model.group.transport(local)
         self.executor: StepExecutor = _executor(model, config, self.faults, self._on_layers)
         self.engine = Engine(
             pool=self.pool,
@@ -217,11 +221,20 @@ class WorkerHost:
         await self.run(announce=True)
 
     async def run(self, *, announce: bool = False) -> None:
-        """``serve`` without signals: until ``stop`` is called."""
+        """``serve`` without signals: until ``stop`` is called, or a rank is lost (``CollectiveError``)."""
+        try:
+            await self._run(announce)
+        finally:
+            await self._close()
+        logger.info("stopped", extra={"worker_id": self.worker_id})
+
+    async def _run(self, announce: bool) -> None:
         async with asyncio.TaskGroup() as group:
             parts = [self.engine.run(), self.routers.run(), self.sources.run(), self._tick()]
             if announce:
                 parts.append(self._announce())
+            if self._model.group is not None:
+                parts.append(self._model.group.serve())
             tasks = [group.create_task(part) for part in parts]
             await self._stopping.wait()
             await self._drain()
@@ -229,12 +242,13 @@ class WorkerHost:
             self.prefixes.close()
             for task in tasks:
                 task.cancel()
+
+    async def _close(self) -> None:
         self._server.close()
         self.executor.close()
         self.engine.close()
         await self.transport.close()
         self._security.close()
-        logger.info("stopped", extra={"worker_id": self.worker_id})
 
     def stop(self) -> None:
         """Begin to drain; a second call changes nothing."""
@@ -384,17 +398,35 @@ def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callab
     """A whole worker process in the foreground; returns its exit status."""
     setup_logging(process=config.worker_id or role, level=config.log_level, style=config.log_format)
 
+    config = replace(config, worker_id=config.worker_id or new_worker_id(role))  # all ranks' name
+
     async def main(model: LoadedModel) -> None:
         await WorkerHost(config, role, model, make_role).serve()
 
+    group: TpGroup | None = None
     try:
-        model = load_model(config, folder)
+        model = load_worker(config, folder)
+        group = model.group
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main(model))
-    except TwopoolError as error:
-        sys.stderr.write(f"twopool: error: {error.message}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+    except (TwopoolError, BaseExceptionGroup) as error:
+        known = _known(error)
+        if known is None:
+            raise
+        sys.stderr.write(f"twopool: error: {known.message}\n")
+        return 2 if isinstance(known, ConfigError) else 1
+    finally:
+        if group is not None:
+            group.close()
     return 0
+
+
+def _known(error: BaseException) -> TwopoolError | None:
+    """What went wrong, where all of it is an error that has words for the user."""
+    if isinstance(error, BaseExceptionGroup):
+        known, unknown = error.split(TwopoolError)
+        return None if known is None or unknown is not None else _known(known.exceptions[0])
+    return error if isinstance(error, TwopoolError) else None
 
 
 def layer_marks(num_layers: int, num_groups: int) -> tuple[int, ...]:
@@ -406,8 +438,9 @@ def layer_marks(num_layers: int, num_groups: int) -> tuple[int, ...]:
 def _executor(
     model: LoadedModel, config: WorkerConfig, faults: FaultPoints, on_layers: Callable[[int], None]
 ) -> StepExecutor:
-    """The warmed-up executor of this process's rank."""
-    runner = model.runner(config, on_layers=on_layers)
+    """The warmed-up executor of all ranks."""
+    own = model.runner(config, on_layers=on_layers)
+    runner = own if model.group is None else GroupRunner(own, model.group)
     runner.warm_up()
     executor = ThreadExecutor(runner.run)
     return _HoldingExecutor(executor, faults) if faults.is_active else executor

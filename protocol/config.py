@@ -171,14 +171,14 @@ class WorkerConfig(LinkConfig):
         False,
         "GPU: products that sum in the same order in any batch, so that a token's bits never depend on its neighbours",
     )
-    num_threads: int = flag(0, "compute threads; 0 takes the process's CPUs")
-    tensor_parallel_size: int = flag(1, "ranks of this worker")
+    num_threads: int = flag(0, "compute threads of each rank; 0 takes the CPUs, in equal shares")
+    tensor_parallel_size: int = flag(1, "ranks of this worker, each a process with a part of the model")
     max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the model's)", parse=int)
     max_num_seqs: int = flag(64, "sequences in one step")
     max_num_batched_tokens: int = flag(512, "tokens in one step; longer prompts are prefilled in chunks")
     max_waiting: int = flag(256, "requests this worker queues before it answers busy")
     block_size: int = flag(16, "tokens in a KV block: a power of two, at least 16")
-    kv_cache_memory: int | None = flag(None, "bytes of KV cache (default on CPU: 1 GiB)", parse=int)
+    kv_cache_memory: int | None = flag(None, "bytes of KV cache of each rank (default on CPU: 1 GiB)", parse=int)
     gpu_memory_utilization: float = flag(0.9, "share of a GPU's memory to use when --kv-cache-memory is not given")
     enable_prefix_caching: bool = flag(True, "keep the KV of finished requests for later ones")
     local_prefill: bool = flag(True, "decode: prefill here when no prefill worker is left")
@@ -219,11 +219,6 @@ class WorkerConfig(LinkConfig):
             "kv_quarantine_s",
         ):
             _check_positive(name, getattr(self, name))
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size}: this version runs one rank a worker",
-                param="--tensor-parallel-size",
-            )
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"--block-size {self.block_size}: must be a power of two, at least 16",

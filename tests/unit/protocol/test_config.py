@@ -55,7 +55,7 @@ def test_flags_are_read() -> None:
         (("--host", "0.0.0.0"), "--host", "0.0.0.0"),
         (("--router", "10.0.0.1:80"), "--router", "10.0.0.1"),
         (("--num-threads", "-1"), "--num-threads", "-1"),
-        (("--tensor-parallel-size", "2"), "--tensor-parallel-size", "2"),
+        (("--tensor-parallel-size", "0"), "--tensor-parallel-size", "0"),
     ],
 )
 def test_each_refusal_names_flag_and_value(args: tuple[str, ...], flag: str, value: str) -> None:
