@@ -148,7 +148,12 @@ class Handover(SourceDialog):
             await self.confirm(self._kv.tickets)
             block_table = self._held + self._kv.take()
             handed_over = True
-            report = handover_report(reports, time.monotonic() - known_s, read_s - known_s)
+            report = handover_report(
+                reports,
+                time.monotonic() - known_s,
+                read_s - known_s,
+                held_tokens=len(self._held) * self._worker.pool.block_size,
+            )
             return HandedOver(block_table, self._reservation, deltas, report)
         finally:
             if not handed_over:

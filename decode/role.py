@@ -61,7 +61,8 @@ logger = logging.getLogger(__name__)
 class DecodeJob:
     """One attempt this worker was granted. ``dialog``, if KV comes from a peer, and ``task`` exist until it runs.
 
-    ``cancelled_choices`` the router gave up before the engine had them.
+    ``cancelled_choices`` the router gave up before the engine had them. ``peer_tokens`` of its prompt were read from a
+    peer before it was prefilled here.
     """
 
     router_id: RouterId
@@ -71,6 +72,7 @@ class DecodeJob:
     dialog: Handover | PrefixFetch | None = None
     task: "asyncio.Task[None] | None" = None
     cancelled_choices: set[ChoiceIndex] = field(default_factory=set)
+    peer_tokens: int = 0
 
 
 class DecodeRole:
@@ -177,7 +179,8 @@ class DecodeRole:
             )
             if fetch is not None:
                 held = await fetch.run()
-                self._host.transfer_stats.kv_prefix_tokens += fetch.num_read_tokens
+                job.peer_tokens = fetch.num_read_tokens
+                self._host.transfer_stats.kv_prefix_tokens += job.peer_tokens
         try:
             self._host.engine.submit(request)
         finally:
@@ -306,11 +309,13 @@ class DecodeRole:
         """Nobody waits for the layers of a local prefill."""
 
     def _prefill_report(self, local: LocalPrefill) -> PrefillReport:
+        job = self.jobs.get(local.key)
         return PrefillReport(
             worker_id=self._host.worker_id,
             cached_tokens=local.cached_tokens,
             queue_s=local.queue_s,
             compute_s=local.compute_s,
+            peer_tokens=0 if job is None else min(job.peer_tokens, local.cached_tokens),
         )
 
     # --- lifetimes ---

@@ -317,7 +317,9 @@ def _give_back(blocks: list[BlockId], handles: list[FetchHandle], pool: BlockPoo
         handle.settled.add_done_callback(one_settled)
 
 
-def handover_report(reports: "list[FetchReport]", exposed_s: float, exposed_read_s: float) -> HandoverReport:
+def handover_report(
+    reports: "list[FetchReport]", exposed_s: float, exposed_read_s: float, *, held_tokens: int
+) -> HandoverReport:
     """What the READs took; ``exposed_s`` of it, in all, and ``exposed_read_s``, for READs, nothing hid."""
     transfer_s = sum(report.transfer_s for report in reports)
     return HandoverReport(
@@ -327,6 +329,7 @@ def handover_report(reports: "list[FetchReport]", exposed_s: float, exposed_read
         transfer_s=transfer_s,
         exposed_s=exposed_s,
         hidden_s=max(transfer_s - exposed_read_s, 0.0),
+        held_tokens=held_tokens,
     )
 
 

@@ -35,7 +35,8 @@ class PrefillState(enum.Enum):
 @dataclass(eq=False)
 class PrefillJob:
     """A prefill accepted for ``reader``. It was offered ``num_offered`` tokens, and of the tokens up to the end the
-    layers below ``layers_offered``. ``fetch`` and ``task`` exist while FETCHING, ``result`` while PINNED.
+    layers below ``layers_offered``. ``fetch`` and ``task`` exist while FETCHING, which reads ``peer_tokens`` from a
+    peer; ``result`` while PINNED.
     """
 
     reader: Reader
@@ -51,6 +52,7 @@ class PrefillJob:
     state: PrefillState = PrefillState.QUEUED
     fetch: PrefixFetch | None = None
     task: "asyncio.Task[None] | None" = None
+    peer_tokens: int = 0
     result: PrefillResult | None = None
     pinned_until_s: float = 0.0
     repeat_at_s: float = 0.0

@@ -151,7 +151,8 @@ class PrefillRole:
 
     async def _fetch_and_submit(self, job: PrefillJob, fetch: PrefixFetch, request: EngineRequest) -> None:
         held = await fetch.run()
-        self._host.transfer_stats.kv_prefix_tokens += fetch.num_read_tokens
+        job.peer_tokens = fetch.num_read_tokens
+        self._host.transfer_stats.kv_prefix_tokens += job.peer_tokens
         job.fetch = None
         job.state = PrefillState.QUEUED
         try:
@@ -239,6 +240,7 @@ class PrefillRole:
             cached_tokens=result.cached_tokens,
             queue_s=result.queue_s,
             compute_s=result.compute_s,
+            peer_tokens=min(job.peer_tokens, result.cached_tokens),
         )
         deltas = (with_reports(result.deltas[0], prefill=report), *result.deltas[1:])
         self._host.routers.send(job.router_id, Tokens(deltas))

@@ -133,19 +133,23 @@ def prompt_logprobs_bytes(num_prompt_tokens: int, num_top: int) -> int:
 
 
 class PrefillReport(Struct, frozen=True, kw_only=True):
-    """What the prefill of an attempt took; rides with the first token of its first choice."""
+    """What the prefill of an attempt took; rides with the first token of its first choice.
+
+    ``cached_tokens`` were not computed; for ``peer_tokens`` of them another worker's KV was read.
+    """
 
     worker_id: WorkerId
     cached_tokens: _Count
     queue_s: _Seconds
     compute_s: _Seconds
+    peer_tokens: _Count = 0
 
 
 class HandoverReport(Struct, frozen=True, kw_only=True):
     """What moving a prompt's KV took; rides with decode's first message for the attempt.
 
     ``transfer_s`` is summed over the READs; ``exposed_s`` is what the request waited for after its first token was
-    known, ``hidden_s`` the part of ``transfer_s`` that lay before.
+    known, ``hidden_s`` the part of ``transfer_s`` that lay before. Of ``held_tokens`` the KV was there already.
     """
 
     num_bytes: _Count
@@ -154,6 +158,7 @@ class HandoverReport(Struct, frozen=True, kw_only=True):
     transfer_s: _Seconds
     exposed_s: _Seconds
     hidden_s: _Seconds = 0.0
+    held_tokens: _Count = 0
 
 
 class TokenDelta(Struct, frozen=True, array_like=True):

@@ -117,7 +117,12 @@ class Timeline:
         if handover is not None:
             figures["transfer_ms"] = _ms(handover.transfer_s)
         figures["kv_bytes_moved"] = 0 if handover is None else handover.num_bytes
-        figures["cached_tokens"] = {"prefill": self.num_cached_tokens}
+        peer_tokens = 0 if self.prefill is None else self.prefill.peer_tokens
+        figures["cached_tokens"] = {
+            "prefill": self.num_cached_tokens - peer_tokens,
+            "peer": peer_tokens,
+            "decode": 0 if handover is None else handover.held_tokens,
+        }
         if grant is not None:
             figures["attempts"] = grant.attempt + 1
             figures["decode_worker"] = grant.decode
