@@ -10,6 +10,7 @@ and somebody calls it for the group: the others then raise `CollectiveError` at 
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -101,6 +102,7 @@ class SharedMemoryCollective:
         Raises ValueError for a segment of another group.
         """
         self._handle: ctypes.c_void_p | None = None
+        self._lock = threading.Lock()  # abort and close may come from two threads
         self._library = native_library()
         self._rank = rank
         self._size = size
@@ -157,13 +159,15 @@ class SharedMemoryCollective:
         self._check(self._library.twopool_collective_barrier(self.handle))
 
     def abort(self) -> None:
-        if self._handle is not None:
-            self._library.twopool_collective_abort(self._handle)
+        with self._lock:
+            if self._handle is not None:
+                self._library.twopool_collective_abort(self._handle)
 
     def close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._library.twopool_collective_close(handle)
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                self._library.twopool_collective_close(handle)
 
     def __del__(self) -> None:
         self.close()
@@ -232,7 +236,10 @@ class DistributedCollective:
                 return
 
     def close(self) -> None:
+        """Also ends the process group: gloo's threads would take the process down were it left open at its end."""
         self._aborted = True
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._size)]

@@ -1,5 +1,6 @@
 """Ranks that each hold a part of a decoder compute what one that holds all of it computes."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
 from twopool.models.sharding import Shard, plan_shards, segment_bytes
+from twopool.protocol.errors import CollectiveError, ConfigError
 from twopool_testing.ranks import on_every_rank, shared_collectives
 
 UNAVAILABLE = native_available()
@@ -100,3 +102,142 @@ def test_logits_equal_those_of_the_whole(
         assert (driver.pool - theirs).nan_to_num().abs().max() < 1e-4
     if kind is NativeDecoder:
         whole.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_neighbours_and_threads_do_not_alter_a_bit(
+    dtype: torch.dtype, make_group: Callable[..., Group], tiny_model: Callable[[str], Any]
+) -> None:
+    """Within one degree, as for a decoder that is whole."""
+    prompt = tiny_model("llama_9_3").prompt
+
+    def group(threads: int = 1, max_sequences: int = 1) -> Group:
+        return make_group("llama_9_3", 2, NativeDecoder, dtype=dtype, threads=threads, max_sequences=max_sequences)
+
+    whole = group().call(lambda driver: driver.step([(0, prompt, 0)]))
+    assert whole.isfinite().all()
+    for chunk in (1, 16, 37):
+        assert torch.equal(group(threads=2).call(lambda driver, n=chunk: driver.in_chunks(prompt, n)), whole), chunk
+    crowd = group(max_sequences=9)
+    others = [(other, prompt[other : other + 20], 0) for other in range(1, 9)]
+    assert torch.equal(crowd.call(lambda driver: driver.step([*others, (0, prompt[:60], 0)]))[-60:], whole[:60])
+    decoded = crowd.call(lambda driver: driver.step([(0, [prompt[60]], 60), *[(s, [5], 20) for s, _, _ in others]]))
+    assert torch.equal(decoded[0], whole[60])
+
+
+@pytest.mark.parametrize("kind", [Decoder, NativeDecoder])
+def test_wanted_rows_and_steps_without_any(
+    kind: type[Any], make_group: Callable[..., Group], tiny_model: Callable[[str], Any]
+) -> None:
+    prompt = tiny_model("llama_tied").prompt
+    whole = make_group("llama_tied", 3, kind).call(lambda driver: driver.step([(0, prompt, 0)]))
+    group = make_group("llama_tied", 3, kind)
+    assert group.call(lambda driver: driver.step([(0, prompt[:100], 0)], rows=[])).shape == (0, whole.shape[1])
+    picked = group.call(lambda driver: driver.step([(0, prompt[100:], 100)], rows=[109, 3, 3]))
+    wanted = whole[[209, 103, 103]]
+    assert torch.equal(picked, wanted) if kind is NativeDecoder else (picked - wanted).abs().max() < 1e-5
+
+
+def test_more_logits_than_the_segment_holds_go_in_pieces(
+    make_driver: Callable[..., Any], tiny_model: Callable[[str], Any]
+) -> None:
+    """131 tokens on two ranks: 67 columns at most, of 32 rows a time in the smallest segment that is taken."""
+    model = tiny_model("llama_tied")
+    results = []
+    for max_bytes in (4 * 67 * 32, 1 << 20):
+        collectives = shared_collectives(2, max(max_bytes, 4 * 224 * 128))
+        decoders = [
+            NativeDecoder.load(
+                model.folder, dtype=torch.float32, device=CPU, num_threads=1, shard=Shard(rank, 2), collective=ranks
+            )
+            for rank, ranks in enumerate(collectives)
+        ]
+        drivers = [make_driver(decoder) for decoder in decoders]
+        results.append(on_every_rank(2, lambda rank, d=drivers: d[rank].step([(0, model.prompt, 0)]))[0])
+        for decoder in decoders:
+            decoder.close()
+    assert torch.equal(*results)
+
+
+def test_layers_are_told_of_once_every_rank_has_written_them(
+    make_group: Callable[..., Group], tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tiny_model("llama_9_3").prompt
+    for kind in (Decoder, NativeDecoder):
+        group = make_group("llama_9_3", 2, kind)
+        told: list[int] = []
+        missing: list[int] = []
+
+        def on_layer(
+            num_layers: int, group: Group = group, told: list[int] = told, missing: list[int] = missing
+        ) -> None:
+            told.append(num_layers)
+            block = group.drivers[0].tables[0, 0]
+            written = [driver.pool[block, :, num_layers - 1, :, 0].isfinite().all() for driver in group.drivers]
+            missing.extend(rank for rank, done in enumerate(written) if not done)
+
+        forwards = [decoder.forward for decoder in group.decoders]
+        monkeypatch.setattr(
+            group.decoders[0],
+            "forward",
+            lambda batch, pool, call=forwards[0], f=on_layer: call(batch, pool, on_layer=f),
+        )
+        for rows in (None, []):
+            told.clear()
+            group.call(lambda driver, r=rows: driver.step([(0, prompt, 0)], rows=r))
+            assert told == [1, 2, 3]
+            assert missing == []
+
+
+def test_ranks_given_different_steps_are_stopped(
+    make_group: Callable[..., Group], tiny_model: Callable[[str], Any]
+) -> None:
+    """As many rows, but not the same: nothing comes out, on any rank."""
+    prompt = tiny_model("llama_9_3").prompt
+    group = make_group("llama_9_3", 2, NativeDecoder, threads=2)
+
+    def step(rank: int) -> str:
+        with pytest.raises(CollectiveError) as stopped:
+            group.drivers[rank].step([(0, [*prompt[:9], rank], 0)])
+        return stopped.value.message
+
+    assert all("another step" in message for message in on_every_rank(2, step))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", [Decoder, NativeDecoder])
+def test_a_step_whose_other_rank_is_gone_ends_when_that_is_said(
+    kind: type[Any], threads: int, make_group: Callable[..., Group], tiny_model: Callable[[str], Any]
+) -> None:
+    prompt = tiny_model("llama_9_3").prompt
+    group = make_group("llama_9_3", 2, kind, threads=threads)
+    watch = threading.Timer(0.2, group.collectives[1].abort)
+    watch.start()
+    with pytest.raises(CollectiveError):
+        group.drivers[0].step([(0, prompt, 0)])
+    watch.join()
+    with pytest.raises(CollectiveError):
+        group.drivers[0].step([(0, prompt, 0)])
+
+
+def test_steps_that_do_not_fit_the_segment_are_refused(
+    make_group: Callable[..., Group], tiny_model: Callable[[str], Any]
+) -> None:
+    prompt = tiny_model("llama_9_3").prompt
+    group = make_group("llama_9_3", 2, NativeDecoder, max_length=2048)
+    many = (prompt * 10)[:1000]
+    with pytest.raises(ValueError, match="more rows than the ranks' segment"):
+        group.drivers[0].step([(0, many, 0)])
+    with pytest.raises(ValueError, match="segment is too small"):
+        small = shared_collectives(2, 4096)
+        NativeDecoder.load(
+            tiny_model("llama_9_3").folder, dtype=torch.float32, device=CPU, shard=Shard(0, 2), collective=small[0]
+        )
+
+
+def test_degrees_and_collectives_that_do_not_fit_are_refused(tiny_model: Callable[[str], Any]) -> None:
+    folder = tiny_model("llama_7_1").folder
+    with pytest.raises(ConfigError, match="1 to 7 ranks"):
+        Decoder.load(folder, dtype=torch.float32, device=CPU, shard=Shard(0, 8), collective=shared_collectives(8)[0])
+    with pytest.raises(ValueError, match="collective of that rank"):
+        Decoder.load(folder, dtype=torch.float32, device=CPU, shard=Shard(0, 2), collective=shared_collectives(2)[1])
