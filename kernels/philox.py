@@ -1,58 +1,47 @@
 """Philox4x32-10: random numbers that are a pure function of a key and a counter (Salmon et al., SC 2011)."""
 
-from typing import TypeVar
-
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 _LOW_32 = 0xFFFFFFFF
-_MULTIPLIER_0 = 0xD2511F53
-_MULTIPLIER_2 = 0xCD9E8D57
-_WEYL_0 = 0x9E3779B9
-_WEYL_1 = 0xBB67AE85
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 _ROUNDS = 10
 
-HostWords = npt.NDArray[np.int64]
-Words = TypeVar("Words", HostWords, Tensor)
+Longs = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
-    """Four words of noise for each counter.
+def philox4x32(counter: Words, key: Words) -> Words:
+    """[4, N, M], four words of noise for each counter; counter: [4, N, M], key: [2, N]. All hold 32-bit values.
 
-    All arrays or tensors int64 holding 32-bit unsigned values, of shapes that broadcast together; so are the results.
+    Both products of a round are one operation: on a few thousand values it is their number that costs.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # A product of two 32-bit values wraps in int64, but its 64 bits are right: mask what the shift sign-extends.
-        product_0 = c0 * _MULTIPLIER_0
-        product_2 = c2 * _MULTIPLIER_2
-        high_0 = (product_0 >> 32) & _LOW_32
-        high_2 = (product_2 >> 32) & _LOW_32
-        c0, c1, c2, c3 = high_2 ^ c1 ^ k0, product_2 & _LOW_32, high_0 ^ c3 ^ k1, product_0 & _LOW_32
-        k0 = (k0 + _WEYL_0) & _LOW_32
-        k1 = (k1 + _WEYL_1) & _LOW_32
-    return c0, c1, c2, c3
+    low_32, shift = np.uint64(_LOW_32), np.uint64(32)
+    even, odd = counter[0::2].copy(), counter[1::2].copy()
+    for number in range(_ROUNDS):
+        even *= _MULTIPLIERS[:, None, None]  # the products of words 0 and 2, 64 bits each
+        odd ^= ((key + np.uint64(number) * _WEYL[:, None]) & low_32)[:, :, None]
+        odd ^= (even >> shift)[::-1]
+        even &= low_32
+        even, odd = odd, even[::-1]
+    return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def gumbel_noise(
-    seed: HostWords, position: HostWords, choice: HostWords, num_values: int, device: torch.device
-) -> Tensor:
-    """[N, num_values] float64 standard Gumbel noise, finite; value i depends on its row's key and on i alone.
+def gumbel_noise(seed: Longs, position: Longs, choice: Longs, num_values: int) -> npt.NDArray[np.float64]:
+    """[N, num_values] standard Gumbel noise, finite; value i depends on its row's key and on i alone.
 
-    seed, position, choice: [N] int64, on the host; the result is on ``device``. Any prefix of a longer draw equals a
-    shorter one.
+    seed, position, choice: [N]. Any prefix of a longer draw equals a shorter one.
     """
-    lanes = np.arange(-(-num_values // 4))[None, :]
-    key = (seed[:, None] & _LOW_32, (seed[:, None] >> 32) & _LOW_32)
-    counter = (lanes, position[:, None] & _LOW_32, choice[:, None] & _LOW_32, np.zeros_like(lanes))
-    if device.type == "cpu":  # a hundred operations on a few thousand values: numpy's cost a tenth of torch's
-        words = torch.from_numpy(np.stack(philox4x32(counter, key), axis=-1))
-    else:
-        c0, c1, c2, c3 = (torch.from_numpy(part).to(device) for part in counter)
-        k0, k1 = (torch.from_numpy(part).to(device) for part in key)
-        words = torch.stack(philox4x32((c0, c1, c2, c3), (k0, k1)), dim=-1)
-    uniform = (words.flatten(1)[:, :num_values].double() + 0.5) * 2.0**-32  # [N, num_values], never 0 or 1
-    return -torch.log(-torch.log(uniform))
+    num_rows, num_lanes = len(seed), -(-num_values // 4)
+    counter = np.zeros((4, num_rows, num_lanes), dtype=np.uint64)
+    counter[0] = np.arange(num_lanes)
+    counter[1] = (position & _LOW_32)[:, None]
+    counter[2] = (choice & _LOW_32)[:, None]
+    key = np.stack((seed & _LOW_32, (seed >> 32) & _LOW_32)).astype(np.uint64)
+    words = philox4x32(counter, key).transpose(1, 2, 0).reshape(num_rows, -1)  # four words a lane
+    uniform: npt.NDArray[np.float64] = (words[:, :num_values] + 0.5) * 2.0**-32  # never 0 or 1
+    for _ in range(2):
+        np.log(uniform, out=uniform)
+        np.negative(uniform, out=uniform)
+    return uniform

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from twopool.kernels import host_draw
 from twopool.kernels.backend import upload, uses_triton
-from twopool.kernels.philox import gumbel_noise
 
 GREEDY_TEMPERATURE = 1e-3
 """At or below this the most likely token is taken: what is left of the noise there is rounding."""
@@ -40,15 +40,6 @@ ROW_DTYPE = np.dtype(
     ]
 )
 """Parameters of one draw."""
-
-_GROUP = 256
-"""Tokens in a group of the two-level draw."""
-
-_NUM_CANDIDATES = (256, 4096)
-"""Likeliest tokens looked at for top-k, top-p or min-p before a row's whole vocabulary is sorted."""
-
-_FEW = 1024
-"""Below this, torch's topk beats partitioning."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -135,9 +126,8 @@ def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None
         token_ids, is_bad = drawn.cpu().numpy()  # the one wait for the device, when all it has to do is queued
         bad = is_bad.astype(np.bool_)
     else:
-        tokens, bad = _draw_tokens(logits, rows)
-        report = None if log_probs is None else _report(log_probs, tokens, asking, rows)
-        token_ids = tokens.numpy()
+        token_ids, bad = host_draw.draw(logits.numpy(), rows, _is_random(rows))
+        report = None if log_probs is None else _report(log_probs, torch.from_numpy(token_ids), asking, rows)
     return Draws(token_ids, bad) if report is None else Draws(token_ids, bad, *_spread(report, asking, len(rows)))
 
 
@@ -190,6 +180,8 @@ def _apply_penalties(logits: Tensor, batch: SamplingBatch) -> None:
 
 
 def _apply_bias(logits: Tensor, batch: SamplingBatch) -> None:
+    if not len(batch.bias_ids):
+        return
     known = batch.bias_ids < logits.shape[1]
     if known.any():
         where = (_to(batch.bias_rows[known], logits).long(), _to(batch.bias_ids[known], logits).long())
@@ -197,6 +189,8 @@ def _apply_bias(logits: Tensor, batch: SamplingBatch) -> None:
 
 
 def _apply_mask(logits: Tensor, batch: SamplingBatch) -> None:
+    if not len(batch.masked_ids):
+        return
     known = batch.masked_ids < logits.shape[1]
     if known.any():
         where = (_to(batch.masked_rows[known], logits).long(), _to(batch.masked_ids[known], logits).long())
@@ -227,116 +221,6 @@ def _byte_penalties(device: torch.device) -> Tensor:
     """
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.zeros(256, 8).masked_fill_(bits == 0, -torch.inf).to(device)
-
-
-def _draw_tokens(logits: Tensor, rows: npt.NDArray[np.void]) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-    """[R] int64 tokens, and [R] bool: rows without usable logits."""
-    # NaN counts as the largest. numpy finds it about ten times as fast as torch.
-    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
-    best = logits.gather(1, tokens[:, None])[:, 0]
-    bad = ~torch.isfinite(best).numpy()
-    drawing = np.flatnonzero(_is_random(rows) & ~bad)
-    if len(drawing):
-        index = torch.from_numpy(drawing)
-        tokens[index] = _draw(_select(logits, drawing), best[index], rows[drawing])
-    return tokens, bad
-
-
-def _draw(logits: Tensor, best: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
-    """[N] int64 tokens by temperature, top-k, top-p, min-p and noise. logits: [N, vocab_size]; best: [N] maxima."""
-    num_rows, vocab_size = logits.shape
-    temperature = _to(rows["temperature"], logits).float()
-    weights = logits.new_zeros(num_rows, -(-vocab_size // _GROUP) * _GROUP)
-    # The maximum is subtracted first: it becomes 0 exactly, and nothing overflows however small the temperature.
-    torch.exp(logits.sub(best[:, None]).div_(temperature[:, None]), out=weights[:, :vocab_size])
-
-    truncating = np.flatnonzero(
-        ((rows["top_k"] > 0) & (rows["top_k"] < vocab_size)) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
-    )
-    if len(truncating) == num_rows:
-        weights = _truncate(weights, rows)
-    elif len(truncating):
-        weights[_to(truncating, logits)] = _truncate(_select(weights, truncating), rows[truncating])
-    return _draw_by_weight(weights, rows)
-
-
-def _draw_by_weight(weights: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
-    """[N] int64 tokens with probability proportional to ``weights`` ([N, groups * 256] float32, not negative).
-
-    Gumbel-max over groups of tokens, then over the tokens of the group: the same distribution as over all tokens, with
-    noise for 256 + groups values in place of the vocabulary, and a last-bit change of a logit still changes the outcome
-    with a probability of that order only.
-    """
-    num_rows = weights.shape[0]
-    grouped = weights.view(num_rows, -1, _GROUP)
-    masses = grouped.sum(dim=-1)  # [N, groups]
-    key = (rows["seed"], rows["position"].astype(np.int64), rows["choice"].astype(np.int64))
-    noise = gumbel_noise(*key, _GROUP + masses.shape[1], weights.device)
-    group = (masses.double().log_() + noise[:, _GROUP:]).argmax(dim=-1)
-    inside = grouped[torch.arange(num_rows, device=weights.device), group]  # [N, 256]
-    return group * _GROUP + (inside.double().log_() + noise[:, :_GROUP]).argmax(dim=-1)
-
-
-def _truncate(weights: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
-    """``weights`` with 0 for the tokens that top-k, min-p and then top-p leave out. [N, groups * 256]; maxima are 1."""
-    total = weights.view(weights.shape[0], -1, _GROUP).sum(dim=-1, dtype=torch.float64).sum(dim=-1)
-    num_kept, smallest = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
-    open_rows = np.arange(len(rows))
-    for num_candidates in (*_NUM_CANDIDATES, weights.shape[1]):
-        largest = _largest(_select(weights, open_rows), min(num_candidates, weights.shape[1]))
-        count, decided = _count_kept(largest, total[open_rows], rows[open_rows], weights.shape[1])
-        num_kept[open_rows] = count
-        smallest[open_rows] = largest.gather(1, count[:, None] - 1)[:, 0]
-        open_rows = open_rows[~decided]
-        if not len(open_rows):
-            break
-    return _keep_largest(weights, num_kept, smallest)
-
-
-def _count_kept(
-    largest: Tensor, total: Tensor, rows: npt.NDArray[np.void], width: int
-) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-    """How many of each row's weights stay, [N] int64, looking only at the ``largest`` ([N, C], in descending order).
-
-    total: [N] float64, the sums of all ``width`` weights. Also returns [N] bool: whether the others cannot matter.
-    """
-    num_candidates = largest.shape[1]
-    top_k = np.where(rows["top_k"] > 0, rows["top_k"], width)
-    # Those that top-k and min-p leave come first; a weight of 0 is never among them.
-    eligible = (torch.arange(num_candidates) < _to(top_k, largest)[:, None]) & (largest > 0)
-    eligible &= largest >= _to(rows["min_p"], largest).float()[:, None]
-    num_eligible = eligible.sum(dim=-1)
-    sums = largest.cumsum(dim=-1, dtype=torch.float64)
-    limited = _to((rows["top_k"] > 0) | (rows["min_p"] > 0), largest)
-    reference = torch.where(limited, sums.gather(1, num_eligible[:, None] - 1)[:, 0], total)
-    needed = _to(rows["top_p"], largest) * reference
-    count = (eligible & (sums - largest.double() < needed[:, None])).sum(dim=-1).clamp_(min=1)
-    decided = (count < num_candidates) & (~limited | (num_eligible < num_candidates)) | (num_candidates == width)
-    return count, decided.numpy()
-
-
-def _keep_largest(weights: Tensor, count: Tensor, smallest: Tensor) -> Tensor:
-    """``weights`` with all but the ``count`` largest of each row set to 0, of equal ones the first.
-
-    count: [N] int64; smallest: [N], the smallest weight that stays.
-    """
-    staying = weights >= smallest[:, None]
-    surplus = np.count_nonzero(staying.numpy(), axis=-1) - count.numpy()
-    for row in np.flatnonzero(surplus):  # equal weights at the edge: rare
-        equal = torch.nonzero(weights[row] == smallest[row])[:, 0]
-        staying[row, equal[len(equal) - surplus[row] :]] = False
-    return torch.where(staying, weights, 0.0)
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """[N, count], the ``count`` largest of each row in descending order."""
-    if count < _FEW:
-        return values.topk(count, dim=-1).values
-    host = values.numpy()
-    if count < host.shape[1]:
-        host = np.partition(host, -count, axis=-1)[:, -count:]
-    # numpy sorts values alone many times as fast as torch sorts them with their indexes.
-    return torch.from_numpy(np.sort(host, axis=-1)[:, ::-1].copy())
 
 
 def likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
