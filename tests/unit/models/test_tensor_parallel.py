@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from twopool.kernels.native_step import native_available
+from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
@@ -176,12 +177,15 @@ def test_layers_are_told_of_once_every_rank_has_written_them(
             written = [driver.pool[block, :, num_layers - 1, :, 0].isfinite().all() for driver in group.drivers]
             missing.extend(rank for rank, done in enumerate(written) if not done)
 
-        forwards = [decoder.forward for decoder in group.decoders]
-        monkeypatch.setattr(
-            group.decoders[0],
-            "forward",
-            lambda batch, pool, call=forwards[0], f=on_layer: call(batch, pool, on_layer=f),
-        )
+        def forward(
+            batch: ForwardBatch,
+            pool: torch.Tensor,
+            call: Callable[..., torch.Tensor] = group.decoders[0].forward,
+            on_layer: Callable[[int], None] = on_layer,
+        ) -> torch.Tensor:
+            return call(batch, pool, on_layer=on_layer)
+
+        monkeypatch.setattr(group.decoders[0], "forward", forward)
         for rows in (None, []):
             told.clear()
             group.call(lambda driver, r=rows: driver.step([(0, prompt, 0)], rows=r))
