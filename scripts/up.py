@@ -174,7 +174,8 @@ def _client_url(http: str) -> str:
 
 
 def _counts(plan: UpPlan) -> str:
-    return f"{plan.up.prefill} prefill and {plan.up.decode} decode"
+    counts = [sum(worker.role == role for worker in plan.workers) for role in ("prefill", "decode")]
+    return f"{counts[0]} prefill and {counts[1]} decode"
 
 
 def _cpus(share: CpuShare | None) -> str:

@@ -6,24 +6,19 @@ A flag that router and workers both have goes to all of them, except those that 
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from twopool.protocol import config as protocol_config
-from twopool.protocol.config import (
-    DecodeConfig,
-    PrefillConfig,
-    RouterConfig,
-    WorkerConfig,
-    flag,
-    flags_of,
-    from_namespace,
-)
+from twopool.protocol.config import RouterConfig, WorkerConfig, config_class, flag, flags_of, from_namespace
 from twopool.protocol.endpoints import bracketed, parse_tcp_address
 from twopool.protocol.errors import ConfigError
+from twopool.protocol.messages import Role
 from twopool.scripts.child import ChildSpec
+from twopool.scripts.cluster_file import Pool, read_cluster_file
 from twopool.scripts.placement import CpuShare, computes_on_cpu, share_cpus
 
 # -P: the current folder may hold modules whose names shadow a library's.
@@ -35,6 +30,7 @@ _REFUSED = {
     "worker_id": "`twopool up` names its workers itself",
     "advertise_host": "`twopool up` runs on one machine; start each process by its own command to span several",
 }
+_FILES = ("prefill", "decode", "prefill_tp", "decode_tp", "tensor_parallel_size")
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -44,6 +40,11 @@ class UpConfig:
 
     prefill: int = flag(1, "prefill workers to start; 0 lets the decode workers prefill for themselves")
     decode: int = flag(1, "decode workers to start")
+    prefill_tp: int | None = flag(None, "ranks of each prefill worker (default: --tensor-parallel-size)", parse=int)
+    decode_tp: int | None = flag(None, "ranks of each decode worker (default: --tensor-parallel-size)", parse=int)
+    file: Path | None = flag(
+        None, "YAML file of pools that differ in more than that, see docs/cluster.example.yaml", parse=Path
+    )
     pin: bool = flag(True, "on CPU, give each worker cores of its own where there are enough")
     startup_timeout_s: float = flag(600.0, "seconds until everything must be ready")
 
@@ -52,6 +53,9 @@ class UpConfig:
             raise ConfigError(f"--prefill {self.prefill}: must not be negative", param="--prefill")
         if self.decode < 1:
             raise ConfigError(f"--decode {self.decode}: at least one decode worker is needed", param="--decode")
+        for name, value in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value}: must be positive", param=name)
         if not self.startup_timeout_s > 0:
             raise ConfigError(f"--startup-timeout-s {self.startup_timeout_s}: must be positive")
 
@@ -96,6 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     protocol_config.add_flags(parser, RouterConfig)
     for name in _REFUSED:  # known, so that the reason can be given
         parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument("-f", dest="file", type=Path, default=argparse.SUPPRESS, help="short for --file")
     parser.add_argument(
         "--control-port", type=int, default=argparse.SUPPRESS, help="ZeroMQ port of the router (default: a free one)"
     )
@@ -116,20 +121,30 @@ def make_plan(
             raise ConfigError(f"{param} {given[name]}: {reason}", param=param)
     if cluster_key is not None:
         given["cluster_key"] = cluster_key
-    given.setdefault("control_port", 0)
     up = from_namespace(UpConfig, argparse.Namespace(**given))
-    given.setdefault("min_prefill", up.prefill)
-    given.setdefault("min_decode", up.decode)
-    router = from_namespace(RouterConfig, argparse.Namespace(**given))
     for_workers = {name: value for name, value in given.items() if name not in _ROUTER_ONLY}
-    worker = from_namespace(WorkerConfig, argparse.Namespace(**for_workers))
+    if up.file is None:
+        pools = _pools_of_flags(up, for_workers)
+    else:
+        _refuse_counts(given)
+        deployment = read_cluster_file(up.file, _REFUSED)
+        given = {**deployment.router, **given}
+        pools = [(pool, {**values, **for_workers}) for pool, values in deployment.pools]
+        if "model" not in given and "model" in pools[0][1]:
+            given["model"] = pools[0][1]["model"]
+    given.setdefault("control_port", 0)
+    for role in ("prefill", "decode"):
+        given.setdefault(f"min_{role}", sum(pool.count for pool, _ in pools if pool.role == role))
+    if not given["min_decode"] and not any(pool.role == "decode" for pool, _ in pools):
+        raise ConfigError(f"--file {up.file}: at least one pool of decode workers is needed", param="--file")
+    router = from_namespace(RouterConfig, argparse.Namespace(**given))
     return UpPlan(
         up=up,
         router=router,
         router_spec=ChildSpec(
             name="router", argv=(*launcher, "router", *flags_of(RouterConfig, given), *_tied_to_us())
         ),
-        workers=_plan_workers(up, worker, for_workers, os.sched_getaffinity(0) if cpus is None else cpus),
+        workers=_plan_workers(up, pools, os.sched_getaffinity(0) if cpus is None else cpus),
         launcher=tuple(launcher),
         drain_timeout_s=router.drain_timeout_s,
     )
@@ -141,22 +156,58 @@ def reachable(address: str) -> str:
     return f"{bracketed(_WILDCARDS.get(host, host))}:{port}"
 
 
+def _pools_of_flags(up: UpConfig, given: dict[str, Any]) -> list[tuple[Pool, dict[str, Any]]]:
+    """One pool a role."""
+    pools: list[tuple[Pool, dict[str, Any]]] = []
+    roles: tuple[tuple[Role, int, int | None], ...] = (
+        ("prefill", up.prefill, up.prefill_tp),
+        ("decode", up.decode, up.decode_tp),
+    )
+    for role, count, degree in roles:
+        if count:
+            own = given if degree is None else {**given, "tensor_parallel_size": degree}
+            pools.append((Pool(role=role, count=count), own))
+    return pools
+
+
+def _refuse_counts(given: Mapping[str, Any]) -> None:
+    for name in _FILES:
+        if name in given:
+            param = "--" + name.replace("_", "-")
+            raise ConfigError(f"{param} {given[name]}: with --file, the pools say that", param=param)
+
+
 def _plan_workers(
-    up: UpConfig, worker: WorkerConfig, given: dict[str, Any], cpus: Iterable[int]
+    up: UpConfig, pools: Sequence[tuple[Pool, dict[str, Any]]], cpus: Iterable[int]
 ) -> tuple[WorkerPlan, ...]:
-    roles = ["prefill"] * up.prefill + ["decode"] * up.decode
-    names = [f"prefill-{i}" for i in range(up.prefill)] + [f"decode-{i}" for i in range(up.decode)]
-    shares: Sequence[CpuShare | None] = [None] * len(roles)
-    if computes_on_cpu(worker.device):
-        shares = share_cpus(sorted(cpus), len(roles), pin=up.pin)
+    workers: list[tuple[str, Role, dict[str, Any], WorkerConfig]] = []
+    numbers: Counter[str] = Counter()
+    for pool, given in pools:
+        for index in range(pool.count):
+            name = f"{pool.role}-{numbers[pool.role]}"
+            numbers[pool.role] += 1
+            own = {**given, "worker_id": name}
+            config = from_namespace(config_class(pool.role), argparse.Namespace(**own))
+            own["device"] = _device_of(config, index)
+            workers.append((name, pool.role, own, config))
+    on_cpu = [computes_on_cpu(config.device) for *_, config in workers]
+    ranks = [config.tensor_parallel_size for (*_, config), is_cpu in zip(workers, on_cpu, strict=True) if is_cpu]
+    shares = iter(share_cpus(sorted(cpus), ranks, pin=up.pin) if ranks else ())
     plans = []
-    for name, role, share in zip(names, roles, shares, strict=True):
-        own = {**given, "worker_id": name}
-        if share is not None and worker.num_threads == 0:
+    for (name, role, own, config), is_cpu in zip(workers, on_cpu, strict=True):
+        share = next(shares) if is_cpu else None
+        if share is not None and config.num_threads == 0:
             own["num_threads"] = share.num_threads
-        config = PrefillConfig if role == "prefill" else DecodeConfig
-        plans.append(WorkerPlan(name=name, role=role, share=share, flags=flags_of(config, own)))
+        plans.append(WorkerPlan(name=name, role=role, share=share, flags=flags_of(config_class(role), own)))
     return tuple(plans)
+
+
+def _device_of(config: WorkerConfig, index: int) -> str:
+    """Where worker ``index`` of a pool computes: a pool on ``cuda:N`` takes the GPUs from there on, a rank each."""
+    kind, separator, first = config.device.partition(":")
+    if not separator or not first.isdecimal():
+        return config.device
+    return f"{kind}:{int(first) + index * config.tensor_parallel_size}"
 
 
 def _tied_to_us() -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def check(cluster: Cluster, reference: Reference, lengths: list[int], num_tokens
     both = cluster.complete(prompts[3], n=2, max_tokens=num_tokens, return_token_ids=True)["choices"]
     assert [choice["token_ids"] for choice in both] == [answers[3]] * 2
     usage = cluster.complete(prompt(100), max_tokens=1)["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 96
+    assert usage["prompt_tokens_details"]["cached_tokens"] in (64, 96)  # whole blocks of both sides
     assert cluster.wait_metric_above("twopool_kv_transfer_bytes_total", moved) > moved
     cluster.assert_balanced()
 

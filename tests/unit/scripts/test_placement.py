@@ -10,23 +10,32 @@ from twopool.scripts.placement import CpuShare, computes_on_cpu, share_cpus
 
 
 def test_two_cores_one_worker_each() -> None:
-    shares = share_cpus([0, 1], 2, pin=True)
+    shares = share_cpus([0, 1], [1, 1], pin=True)
     assert shares == (CpuShare(cpus=(0,), num_threads=1), CpuShare(cpus=(1,), num_threads=1))
 
 
-@given(cpus=st.sets(st.integers(0, 500), min_size=1), num_workers=st.integers(1, 64), pin=st.booleans())
-def test_shares_are_equal_and_disjoint(cpus: set[int], num_workers: int, pin: bool) -> None:
-    shares = share_cpus(sorted(cpus), num_workers, pin=pin)
-    assert len(shares) == num_workers
+def test_a_worker_gets_cpus_for_each_of_its_ranks() -> None:
+    shares = share_cpus(range(9), [1, 3], pin=True)
+    assert shares == (CpuShare(cpus=(0, 1), num_threads=2), CpuShare(cpus=(2, 3, 4, 5, 6, 7), num_threads=2))
+
+
+@given(
+    cpus=st.sets(st.integers(0, 500), min_size=1),
+    ranks=st.lists(st.integers(1, 8), min_size=1, max_size=20),
+    pin=st.booleans(),
+)
+def test_shares_are_equal_and_disjoint(cpus: set[int], ranks: list[int], pin: bool) -> None:
+    shares = share_cpus(sorted(cpus), ranks, pin=pin)
+    assert len(shares) == len(ranks)
     assert len({share.num_threads for share in shares}) == 1
     pinned = [cpu for share in shares for cpu in share.cpus or ()]
     assert len(pinned) == len(set(pinned))
     assert set(pinned) <= cpus
-    enough = len(cpus) >= num_workers
-    for share in shares:
+    enough = len(cpus) >= sum(ranks)
+    for share, count in zip(shares, ranks, strict=True):
         assert (share.cpus is not None) == (pin and enough)
-        assert share.cpus is None or len(share.cpus) == share.num_threads
-    assert shares[0].num_threads == max(1, len(cpus) // num_workers)
+        assert share.cpus is None or len(share.cpus) == share.num_threads * count
+    assert shares[0].num_threads == max(1, len(cpus) // sum(ranks))
 
 
 @pytest.mark.parametrize(

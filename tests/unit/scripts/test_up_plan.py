@@ -98,6 +98,17 @@ def test_workers_counts_and_shares(plan: Callable[..., UpPlan]) -> None:
     ]
 
 
+def test_degrees_of_each_side(plan: Callable[..., UpPlan]) -> None:
+    made = plan("--prefill=2", "--decode=1", "--prefill-tp=2", "--device=cpu", cpus=tuple(range(10)))
+    assert [(config.tensor_parallel_size, config.num_threads, process.cpus) for config, process in workers(made)] == [
+        (2, 2, {0, 1, 2, 3}),
+        (2, 2, {4, 5, 6, 7}),
+        (1, 2, {8, 9}),
+    ]
+    made = plan("--tensor-parallel-size=3", "--decode-tp=1", "--device=cpu")
+    assert [config.tensor_parallel_size for config, _ in workers(made)] == [3, 1]
+
+
 def test_aggregated(plan: Callable[..., UpPlan]) -> None:
     ((config, process),) = workers(plan("--prefill=0", "--device=cpu"))
     assert config.worker_id == "decode-0"
@@ -127,6 +138,7 @@ def test_a_key_reaches_every_process(plan: Callable[..., UpPlan], tmp_path: Path
         (("--advertise-host=h",), "--advertise-host h: "),
         (("--prefill=-1",), "--prefill -1: "),
         (("--decode=0",), "--decode 0: "),
+        (("--decode-tp=0",), "--decode-tp 0: "),
         (("--startup-timeout-s=0",), "--startup-timeout-s 0"),
         (("--host=0.0.0.0",), "--host 0.0.0.0: "),
         (("--port=70000",), "--port 70000: "),
