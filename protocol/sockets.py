@@ -32,7 +32,7 @@ _HIGH_WATER_MARK = 100_000
 _MESSAGES_A_TURN = 256
 
 # Plain numbers: combining and looking up the library's enums costs more than the calls they go to.
-_NOBLOCK = int(_NOBLOCK)
+_NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _RCVMORE = int(zmq.RCVMORE)
 _EVENTS = int(zmq.EVENTS)
