@@ -40,7 +40,9 @@ def gumbel_noise(seed: Longs, position: Longs, choice: Longs, num_values: int) -
     counter[2] = (choice & _LOW_32)[:, None]
     key = np.stack((seed & _LOW_32, (seed >> 32) & _LOW_32)).astype(np.uint64)
     words = philox4x32(counter, key).transpose(1, 2, 0).reshape(num_rows, -1)  # four words a lane
-    uniform: npt.NDArray[np.float64] = (words[:, :num_values] + 0.5) * 2.0**-32  # never 0 or 1
+    uniform = words[:, :num_values].astype(np.float64)
+    uniform += 0.5
+    uniform *= 2.0**-32  # never 0 or 1
     for _ in range(2):
         np.log(uniform, out=uniform)
         np.negative(uniform, out=uniform)
