@@ -156,7 +156,7 @@ def _set_environment(ucx_tls: str | None) -> None:
     os.environ.setdefault("UCX_MODULES", "^efa")
     # Over TCP, larger segments than UCX takes by default mean fewer system calls.
     for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
-        os.environ.setdefault(name, "128k")
+        os.environ.setdefault(name, "256k")
     # At INFO every agent writes two lines to stdout.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if ucx_tls is not None:

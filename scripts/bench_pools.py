@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -56,6 +57,7 @@ async def other_process(
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop yet
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    cpus = _share_cpus(process.pid)
     try:
         reading = asyncio.to_thread(process.stdout.readline) if process.stdout is not None else asyncio.sleep(0, "")
         line = await asyncio.wait_for(reading, TIMEOUT_S)
@@ -66,6 +68,16 @@ async def other_process(
     finally:
         process.kill()
         process.communicate()
+        os.sched_setaffinity(0, cpus)
+
+
+def _share_cpus(pid: int) -> set[int]:
+    """Half of this process's CPUs for each of both, as workers of one host have CPUs of their own; all of them."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) > 1:
+        os.sched_setaffinity(pid, cpus[len(cpus) // 2 :])
+        os.sched_setaffinity(0, cpus[: len(cpus) // 2])
+    return set(cpus)
 
 
 def tell(process: subprocess.Popen[str], line: str) -> None:

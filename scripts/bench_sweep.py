@@ -2,9 +2,12 @@
 
 import argparse
 import asyncio
+import contextlib
+import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +28,9 @@ from twopool.scripts.bench_pools import (
     make_transport,
     other_process,
 )
+from twopool.scripts.bench_socket import socket_peer
+
+Receive = Callable[[int], None]
 
 
 def _sweep_geometries(args: argparse.Namespace) -> list[KvGeometry]:
@@ -40,13 +46,20 @@ def _totals(args: argparse.Namespace) -> list[int]:
 async def sweep(args: argparse.Namespace) -> list[Row]:
     geometries = _sweep_geometries(args)
     rows: list[Row] = []
-    async with other_process(args, geometries) as (_, identities):
-        for geometry, identity in zip(geometries, identities, strict=True):
-            rows += await _sweep_size(args, geometry, identity)
+    async with other_process(args, geometries) as (process, identities):
+        with contextlib.ExitStack() as stack:
+            receive: Receive | None = None
+            if args.ucx_tls == "tcp":  # then what a plain socket reaches is the limit to compare with
+                landing = allocate_host_pool(_totals(args)[-1]).numpy()
+                receive = stack.enter_context(socket_peer(landing, os.sched_getaffinity(process.pid)))
+            for geometry, identity in zip(geometries, identities, strict=True):
+                rows += await _sweep_size(args, geometry, identity, receive)
     return rows
 
 
-async def _sweep_size(args: argparse.Namespace, geometry: KvGeometry, peer: PeerIdentity) -> list[Row]:
+async def _sweep_size(
+    args: argparse.Namespace, geometry: KvGeometry, peer: PeerIdentity, receive: Receive | None = None
+) -> list[Row]:
     available = geometry.num_blocks - NUM_RESERVED_BLOCKS
     counts = sorted({min(max(1, total // geometry.block_bytes), available) for total in _totals(args)})
     rounds = 7 if args.quick else 15
@@ -63,10 +76,13 @@ async def _sweep_size(args: argparse.Namespace, geometry: KvGeometry, peer: Peer
             remote_ids = rng.permutation(count).astype(np.int32) if scattered else local_ids
             request = make_request(remote_ids, local_ids)
             copy = _make_copy(source, target, remote_ids if scattered else None, count)
-            reports, calls, copies = await _in_turns(transport, link, request, copy, rounds)
-            seconds = statistics.median(report.transfer_s for report in reports)
-            copy_seconds = statistics.median(copies)
             num_bytes = count * geometry.block_bytes
+            others = [copy]
+            if receive is not None:
+                others.append(partial(receive, num_bytes))
+            reports, calls, elapsed = await _in_turns(transport, link, request, others, rounds)
+            seconds = statistics.median(report.transfer_s for report in reports)
+            copy_seconds, *socket_seconds = map(statistics.median, elapsed)
             rows.append(
                 {
                     "op": "read",
@@ -81,27 +97,36 @@ async def _sweep_size(args: argparse.Namespace, geometry: KvGeometry, peer: Peer
                     "ratio": copy_seconds / seconds,
                 }
             )
+            if socket_seconds:
+                rows[-1]["socket_gb_per_s"] = num_bytes / socket_seconds[0] / 1e9
     await transport.close()
     return rows
 
 
 async def _in_turns(
-    transport: KvTransport, link: PeerLink, request: FetchRequest, copy: Callable[[], None], rounds: int
-) -> tuple[list[FetchReport], list[float], list[float]]:
-    """Reports of the READs, their seconds to the caller, and the copies' seconds; first a round that does not count."""
+    transport: KvTransport,
+    link: PeerLink,
+    request: FetchRequest,
+    others: list[Callable[[], None]],
+    rounds: int,
+) -> tuple[list[FetchReport], list[float], list[list[float]]]:
+    """Reports of the READs, their seconds to the caller, and the seconds of each of ``others``; first a round that does
+    not count.
+    """
     reports: list[FetchReport] = []
     calls: list[float] = []
-    copies: list[float] = []
+    elapsed: list[list[float]] = [[] for _ in others]
     if len(request.local_block_ids) == 1:
         rounds *= 10
     for _ in range(rounds + 1):
         start = time.perf_counter()
         reports.append(await transport.fetch(link, request, timeout_s=TIMEOUT_S).wait())
         calls.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        copy()
-        copies.append(time.perf_counter() - start)
-    return reports[1:], calls[1:], copies[1:]
+        for other, seconds in zip(others, elapsed, strict=True):
+            start = time.perf_counter()
+            other()
+            seconds.append(time.perf_counter() - start)
+    return reports[1:], calls[1:], [seconds[1:] for seconds in elapsed]
 
 
 def _make_copy(source: Any, target: Any, remote_ids: Any, count: int) -> Callable[[], None]:
