@@ -55,7 +55,7 @@ def test_columns_are_gathered_on_rank_0(num_rows: int) -> None:
     widths = (64, 33, 1)
     ranks = shared_collectives(3, MAX_BYTES)
     whole = torch.randn((num_rows, sum(widths)))
-    parts = [part.contiguous() for part in whole.split(widths, dim=1)]
+    parts = [part.contiguous() for part in torch.split(whole, list(widths), dim=1)]
     first, *others = on_every_rank(3, lambda rank: ranks[rank].gather_columns(parts[rank], widths))
     assert others == [None, None]
     assert first is not None and torch.equal(first, whole)

@@ -1,5 +1,6 @@
 """Ranks that each hold a part of a decoder compute what one that holds all of it computes."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,6 +65,20 @@ class Group:
             collective.close()
 
 
+def _in_chunks(driver: Any, ids: list[int], chunk: int) -> torch.Tensor:
+    logits: torch.Tensor = driver.in_chunks(ids, chunk)
+    return logits
+
+
+def _prefill(driver: Any, ids: list[int], rows: list[int] | None = None) -> torch.Tensor:
+    logits: torch.Tensor = driver.step([(0, ids, 0)], rows=rows)
+    return logits
+
+
+def _step_of(drivers: list[Any], ids: list[int], rank: int) -> torch.Tensor:
+    return _prefill(drivers[rank], ids)
+
+
 @pytest.fixture
 def make_group(tiny_model: Callable[[str], Any], make_driver: Callable[..., Any]) -> Iterator[Callable[..., Group]]:
     made: list[Group] = []
@@ -118,7 +133,8 @@ def test_chunks_neighbours_and_threads_do_not_alter_a_bit(
     whole = group().call(lambda driver: driver.step([(0, prompt, 0)]))
     assert whole.isfinite().all()
     for chunk in (1, 16, 37):
-        assert torch.equal(group(threads=2).call(lambda driver, n=chunk: driver.in_chunks(prompt, n)), whole), chunk
+        call = functools.partial(_in_chunks, ids=prompt, chunk=chunk)
+        assert torch.equal(group(threads=2).call(call), whole), chunk
     crowd = group(max_sequences=9)
     others = [(other, prompt[other : other + 20], 0) for other in range(1, 9)]
     assert torch.equal(crowd.call(lambda driver: driver.step([*others, (0, prompt[:60], 0)]))[-60:], whole[:60])
@@ -154,7 +170,7 @@ def test_more_logits_than_the_segment_holds_go_in_pieces(
             for rank, ranks in enumerate(collectives)
         ]
         drivers = [make_driver(decoder) for decoder in decoders]
-        results.append(on_every_rank(2, lambda rank, d=drivers: d[rank].step([(0, model.prompt, 0)]))[0])
+        results.append(on_every_rank(2, functools.partial(_step_of, drivers, model.prompt))[0])
         for decoder in decoders:
             decoder.close()
     assert torch.equal(*results)
@@ -186,9 +202,9 @@ def test_layers_are_told_of_once_every_rank_has_written_them(
             return call(batch, pool, on_layer=on_layer)
 
         monkeypatch.setattr(group.decoders[0], "forward", forward)
-        for rows in (None, []):
+        for wanted in (None, list[int]()):
             told.clear()
-            group.call(lambda driver, r=rows: driver.step([(0, prompt, 0)], rows=r))
+            group.call(functools.partial(_prefill, ids=prompt, rows=wanted))
             assert told == [1, 2, 3]
             assert missing == []
 
