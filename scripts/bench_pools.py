@@ -19,7 +19,7 @@ from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest, KvT
 from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
-from twopool.protocol.ids import WorkerId, new_epoch
+from twopool.protocol.ids import Epoch, WorkerId, new_epoch
 from twopool.protocol.messages import PeerIdentity
 
 KIB, MIB = 1024, 1024 * 1024
@@ -32,8 +32,9 @@ async def offer(args: argparse.Namespace) -> None:
     """Offers one pool for each geometry; prints the identities, then does as told, a line at a time, until EOF."""
     identities: list[PeerIdentity] = []
     transports: list[KvTransport] = []
+    epoch = new_epoch()  # one for all: pools offered together may be ranks of one worker
     for geometry in msgspec.json.decode(args.geometries, type=list[KvGeometry]):
-        transport, identity = make_transport(args, geometry, f"source-{len(identities)}")
+        transport, identity = make_transport(args, geometry, f"source-{len(identities)}", epoch)
         transport.expect_readers(True)
         transports.append(transport)
         identities.append(identity)
@@ -99,8 +100,10 @@ def make_geometry(block_bytes: int, num_blocks: int) -> KvGeometry:
     )
 
 
-def make_transport(args: argparse.Namespace, geometry: KvGeometry, name: str) -> tuple[KvTransport, PeerIdentity]:
-    epoch = new_epoch()
+def make_transport(
+    args: argparse.Namespace, geometry: KvGeometry, name: str, epoch: Epoch | None = None
+) -> tuple[KvTransport, PeerIdentity]:
+    epoch = new_epoch() if epoch is None else epoch
     device = torch.device(getattr(args, "device", "cpu"))
     if device.type != "cpu":
         geometry = replace(geometry, memory="device", device_index=device.index or 0)
