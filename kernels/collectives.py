@@ -9,7 +9,6 @@ and somebody calls it for the group: the others then raise `CollectiveError` at 
 """
 
 import ctypes
-import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,7 +23,6 @@ from twopool.protocol.errors import CollectiveError
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 """How long a rank waits for the others at one point: the longest layer of the longest step must be shorter."""
-_SPIN_US = 200
 
 
 class Collective(Protocol):
@@ -96,8 +94,9 @@ class SharedMemoryCollective:
     ) -> None:
         """fd, size, max_bytes: of `create_segment`; the descriptor may be closed afterwards.
 
-        timeout_s: how long to wait for the others at one point. spin_us: how long to look before sleeping; default 200
-        where each rank may have a CPU of its own, else 0.
+        timeout_s: how long to wait for the others at one point. spin_us: how long to look before sleeping, 0 where a
+        rank may have to wait for another one's CPU; default 200 from the second meeting on, where the CPUs that the
+        ranks' processes may use are at least as many as the ranks.
 
         Raises ValueError for a segment of another group.
         """
@@ -106,11 +105,9 @@ class SharedMemoryCollective:
         self._library = native_library()
         self._rank = rank
         self._size = size
-        if spin_us is None:
-            spin_us = _SPIN_US if size <= (os.cpu_count() or 1) else 0
         handle = ctypes.c_void_p()
         timeout_ms = max(1, round(timeout_s * 1000))
-        arguments = (fd, rank, size, max_bytes, spin_us, timeout_ms)
+        arguments = (fd, rank, size, max_bytes, -1 if spin_us is None else spin_us, timeout_ms)
         self._check(self._library.twopool_collective_open(*arguments, ctypes.byref(handle)))
         self._handle = handle
 
@@ -128,6 +125,11 @@ class SharedMemoryCollective:
         if self._handle is None:
             raise CollectiveError(f"rank {self._rank}'s collective is closed")
         return self._handle
+
+    @property
+    def spin_us(self) -> int:
+        """How long a wait looks before it sleeps."""
+        return int(self._library.twopool_collective_spin_us(self.handle))
 
     def all_reduce_(self, tensor: Tensor) -> None:
         if tensor.shape[0] == 0:

@@ -8,7 +8,7 @@ from typing import Final
 LIBRARY_NAME: Final = "_native.so"
 GROUP_LOST: Final = 2
 """What a function returns when the ranks of a group can no longer compute together."""
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 
 
 @functools.cache
@@ -39,6 +39,7 @@ def native_library() -> ctypes.CDLL:
         "twopool_collective_open": ([number, number, number, long, number, number, pointer], number),
         "twopool_collective_close": ([pointer], None),
         "twopool_collective_abort": ([pointer], None),
+        "twopool_collective_spin_us": ([pointer], long),
         "twopool_collective_barrier": ([pointer], number),
         "twopool_collective_all_reduce": ([pointer, pointer, long, long], number),
         "twopool_collective_gather": ([pointer, pointer, long, pointer, pointer], number),

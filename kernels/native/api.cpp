@@ -26,7 +26,7 @@
 namespace twopool {
 namespace {
 
-constexpr int kAbiVersion = 4;
+constexpr int kAbiVersion = 5;
 constexpr int kFailed = 1, kGroupLost = 2;
 constexpr int kMaxThreads = 1024;
 thread_local std::string last_error;
@@ -212,6 +212,8 @@ TWOPOOL_API int twopool_collective_open(int fd, int rank, int size, int64_t max_
 TWOPOOL_API void twopool_collective_close(CollectiveHandle* ranks) { delete ranks; }
 
 TWOPOOL_API void twopool_collective_abort(CollectiveHandle* ranks) { (*ranks)->abort(); }
+
+TWOPOOL_API int64_t twopool_collective_spin_us(const CollectiveHandle* ranks) { return (*ranks)->spin_us(); }
 
 TWOPOOL_API int twopool_collective_barrier(CollectiveHandle* ranks) {
   return twopool::guarded([&] { (*ranks)->barrier(); });

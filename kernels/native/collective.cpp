@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -22,6 +23,8 @@ constexpr uint32_t kMagic = 0x7450326c;
 constexpr uint32_t kLost = uint32_t{1} << 31;  // beside a meeting's number in the word all wait on
 constexpr uint32_t kRoundMask = kLost - 1;
 constexpr int64_t kPage = 4096;
+constexpr int64_t kHeaderBytes = 4 * kPage;
+constexpr int kCpuWords = CPU_SETSIZE / 64;
 constexpr int64_t kMaxSlotBytes = int64_t{1} << 36;
 
 enum Reason { kAborted = 1, kTimedOut = 2, kDiffered = 3 };
@@ -62,11 +65,10 @@ struct Collective::Header {
   alignas(64) std::atomic<int32_t> reason;
   std::atomic<int32_t> culprit;  // the rank that gave up
   alignas(64) std::atomic<uint64_t> announced[2][kMaxRanks];
+  std::atomic<uint64_t> cpus[kMaxRanks][kCpuWords];  // that a rank may run on
 };
 
 namespace {
-
-int64_t header_bytes() { return 2 * kPage; }
 
 void check_sizes(int size, int64_t slot_bytes) {
   require(size >= 1 && size <= kMaxRanks, "a group has from 1 to 64 ranks");
@@ -76,13 +78,13 @@ void check_sizes(int size, int64_t slot_bytes) {
 }  // namespace
 
 int Collective::create_segment(int size, int64_t slot_bytes) {
-  static_assert(sizeof(Header) <= 2 * kPage, "the header has outgrown its pages");
+  static_assert(sizeof(Header) <= kHeaderBytes, "the header has outgrown its pages");
   static_assert(std::atomic<uint32_t>::is_always_lock_free, "a futex is a plain word");
   check_sizes(size, slot_bytes);
   slot_bytes = page_up(slot_bytes);
   const int fd = memfd_create("twopool-ranks", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw std::runtime_error(std::string("memfd_create: ") + std::strerror(errno));
-  const int64_t bytes = header_bytes() + 2 * size * slot_bytes;
+  const int64_t bytes = kHeaderBytes + 2 * size * slot_bytes;
   // Sealed: a segment that shrinks under a rank would kill it.
   if (ftruncate(fd, bytes) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const std::string problem = std::strerror(errno);
@@ -103,11 +105,16 @@ int Collective::create_segment(int size, int64_t slot_bytes) {
 }
 
 Collective::Collective(int fd, int rank, int size, int64_t slot_bytes, int spin_us, int timeout_ms)
-    : rank_(rank), size_(size), slot_bytes_(page_up(slot_bytes)), spin_us_(spin_us), timeout_ms_(timeout_ms) {
+    : rank_(rank),
+      size_(size),
+      slot_bytes_(page_up(slot_bytes)),
+      spin_us_(std::max(spin_us, 0)),
+      chooses_spin_(spin_us < 0),
+      timeout_ms_(timeout_ms) {
   check_sizes(size, slot_bytes);
   require(rank >= 0 && rank < size, "a rank is out of range");
-  require(spin_us >= 0 && timeout_ms >= 1, "spin_us or timeout_ms is out of range");
-  mapped_bytes_ = static_cast<size_t>(header_bytes() + 2 * size * slot_bytes_);
+  require(timeout_ms >= 1, "timeout_ms is out of range");
+  mapped_bytes_ = static_cast<size_t>(kHeaderBytes + 2 * size * slot_bytes_);
   struct stat file = {};
   require(fstat(fd, &file) == 0 && static_cast<size_t>(file.st_size) == mapped_bytes_, "the segment has another size");
   void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -117,7 +124,8 @@ Collective::Collective(int fd, int rank, int size, int64_t slot_bytes, int spin_
     munmap(base, mapped_bytes_);
     throw std::invalid_argument("the segment was made for another group");
   }
-  slots_ = static_cast<uint8_t*>(base) + header_bytes();
+  slots_ = static_cast<uint8_t*>(base) + kHeaderBytes;
+  publish_cpus();
 }
 
 Collective::~Collective() { munmap(header_, mapped_bytes_); }
@@ -126,6 +134,27 @@ uint32_t Collective::round() const { return header_->word.load(std::memory_order
 
 uint8_t* Collective::slot(int rank, uint32_t round) const {
   return slots_ + (int64_t{round & 1} * size_ + rank) * slot_bytes_;
+}
+
+void Collective::publish_cpus() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof allowed, &allowed);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(static_cast<size_t>(cpu), &allowed)) header_->cpus[rank_][cpu / 64] |= uint64_t{1} << cpu % 64;
+  }
+}
+
+// A rank that spins where another one waits for its CPU only keeps it from coming.
+void Collective::choose_spin() {
+  int num_cpus = 0;
+  for (int word = 0; word < kCpuWords; ++word) {
+    uint64_t any = 0;
+    for (int rank = 0; rank < size_; ++rank) any |= header_->cpus[rank][word].load(std::memory_order_relaxed);
+    num_cpus += __builtin_popcountll(any);
+  }
+  spin_us_.store(num_cpus >= size_ ? kSpinUs : 0, std::memory_order_relaxed);
+  chooses_spin_.store(false, std::memory_order_relaxed);
 }
 
 bool Collective::meet(uint32_t round, bool arrives) {
@@ -137,15 +166,17 @@ bool Collective::meet(uint32_t round, bool arrives) {
     word.compare_exchange_strong(expected, (round + 1) & kRoundMask, std::memory_order_seq_cst);
     if (header_->num_sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(&word);
   }
+  if (round > 0 && chooses_spin_.load(std::memory_order_relaxed)) choose_spin();  // every rank has been here by now
+  const int64_t spin_us = spin_us_.load(std::memory_order_relaxed);
   int64_t start = 0;
   uint32_t seen = word.load(std::memory_order_acquire);
   for (uint32_t spins = 0; seen == round; seen = word.load(std::memory_order_acquire)) {
-    if (spin_us_ == 0) break;
+    if (spin_us == 0) break;
     _mm_pause();
     if (++spins % 64 != 0) continue;  // reading the clock is slower than a pause
     const int64_t now = now_us();
     if (start == 0) start = now;
-    if (now - start >= spin_us_) break;
+    if (now - start >= spin_us) break;
   }
   if (seen != round) return (seen & kRoundMask) != round;
   if (start == 0) start = now_us();

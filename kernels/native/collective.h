@@ -19,6 +19,7 @@
 namespace twopool {
 
 constexpr int kMaxRanks = 64;
+constexpr int64_t kSpinUs = 200;
 
 // The group cannot go on: a rank gave up, is late, or is at another step.
 class GroupLost : public std::runtime_error {
@@ -29,7 +30,8 @@ class GroupLost : public std::runtime_error {
 class Collective {
  public:
   // Maps the segment of `fd`, which create_segment() made; the descriptor may be closed afterwards. Spins for at most
-  // `spin_us` in a meeting before it sleeps. Throws std::invalid_argument for another segment than these numbers name.
+  // `spin_us` in a meeting before it sleeps; negative: kSpinUs if the CPUs the ranks may use, all together, are at least as
+  // many as the ranks, else not at all. Throws std::invalid_argument for another segment than these numbers name.
   Collective(int fd, int rank, int size, int64_t slot_bytes, int spin_us, int timeout_ms);
   ~Collective();
   Collective(const Collective&) = delete;
@@ -41,6 +43,8 @@ class Collective {
   int rank() const { return rank_; }
   int size() const { return size_; }
   int64_t slot_bytes() const { return slot_bytes_; }
+
+  int64_t spin_us() const { return spin_us_.load(std::memory_order_relaxed); }
 
   // The number of the next meeting, the same for every thread of a rank until the rank has arrived there.
   uint32_t round() const;
@@ -75,6 +79,8 @@ class Collective {
  private:
   struct Header;
 
+  void publish_cpus();
+  void choose_spin();
   void give_up(int reason);
 
   Header* header_ = nullptr;
@@ -82,7 +88,9 @@ class Collective {
   size_t mapped_bytes_ = 0;
   const int rank_, size_;
   const int64_t slot_bytes_;
-  const int64_t spin_us_, timeout_ms_;
+  std::atomic<int64_t> spin_us_;
+  std::atomic<bool> chooses_spin_;
+  const int64_t timeout_ms_;
 };
 
 // out[i] = (onto ? out[i] : 0) + rank 0's + rank 1's + ...

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def shared_collectives(
-    size: int, max_bytes: int = 1 << 20, *, timeout_s: float = 60.0, spin_us: int = 0
+    size: int, max_bytes: int = 1 << 20, *, timeout_s: float = 60.0, spin_us: int | None = 0
 ) -> list[SharedMemoryCollective]:
     """One for each rank, over a segment of their own; spin_us is 0 as threads may outnumber the CPUs."""
     fd = create_segment(size, max_bytes)
