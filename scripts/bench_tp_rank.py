@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twopool.engine.kv_cache import TORCH_DTYPES
 from twopool.kernels.collectives import Collective, SharedMemoryCollective, distributed_group
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
@@ -29,6 +28,7 @@ from twopool.models.sharding import Shard, plan_shards, segment_bytes
 BLOCK_SIZE = 16
 CONTEXT_TOKENS = 256
 MAX_TOKENS = 2048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def step_batch(phase: str, size: int, vocab_size: int) -> tuple[ForwardBatch, in
 
 class _Rank:
     def __init__(self, args: argparse.Namespace) -> None:
-        dtype, cpu = TORCH_DTYPES[args.dtype], torch.device("cpu")
+        dtype, cpu = _DTYPES[args.dtype], torch.device("cpu")
         config = DecoderConfig.from_folder(args.folder)
         self._shared: SharedMemoryCollective | None = None
         self._gloo: Collective | None = None
