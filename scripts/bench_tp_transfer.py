@@ -56,9 +56,8 @@ class TransferFigure:
 class Reader:
     """The ranks of one reader, in this process, and their links to every source."""
 
-    def __init__(self, transports: list[KvTransport], geometry: KvGeometry) -> None:
+    def __init__(self, transports: list[KvTransport]) -> None:
         self._transports = transports
-        self._geometry = geometry
         self._links: dict[int, list[PeerLink]] = {}
 
     async def connect(self, degree: int, source: PeerIdentity) -> None:
@@ -127,7 +126,7 @@ async def _measure(args: argparse.Namespace, config: DecoderConfig) -> list[Tran
             transports = [
                 make_transport(args, geometry, f"reader-{degree}.{rank}")[0] for rank, geometry in enumerate(geometries)
             ]
-            readers[degree] = Reader(transports, geometries[0])
+            readers[degree] = Reader(transports)
             for source_degree, peer in peers.items():
                 await readers[degree].connect(source_degree, peer)
         try:
