@@ -33,7 +33,7 @@ from twopool.engine.requests import (
 )
 from twopool.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig, blocks_for
 from twopool.engine.sequence import RequestState, Sequence, Status
-from twopool.engine.step import StepExecutor
+from twopool.engine.step import StepExecutor, StepPlan, StepResult
 from twopool.kernels.token_scores import TokenScores
 from twopool.protocol.errors import OverloadedError
 from twopool.protocol.ids import BlockId, ChoiceIndex
@@ -61,6 +61,8 @@ CHECK_INTERVAL_S = 10.0
 
 class Engine:
     """Computes requests step by step and reports each step through ``on_step``, on the event loop's thread.
+
+    What a step brought decides the next one, which starts at once; it is reported while that one computes.
 
     ``on_step`` may call any method of the engine. It must not raise: what it raises ends ``run``.
     Without ``grammars`` requests that have one are refused.
@@ -238,11 +240,11 @@ class Engine:
             schedule = self._scheduler.schedule()
             if schedule.chunks:
                 await self._step(schedule)
+                continue
             self._report()
-            if not schedule.chunks:
-                if self.idle:
-                    self._check_pool()
-                await self._wake.wait()
+            if self.idle:
+                self._check_pool()
+            await self._wake.wait()
 
     def layers_done(self, layer_end: int) -> list[LayerProgress]:
         """What the step under way has completed of prefills' last chunks, once layers below ``layer_end`` are done."""
@@ -268,22 +270,33 @@ class Engine:
             plan = replace(plan, layer_marks=self._layer_marks)
         # Stays set when the task is cancelled right here: the thread goes on writing, so nothing may be released.
         self._in_step = True
-        try:
-            result = await self._executor.execute(self._constraints.with_masks(schedule, plan))
-        except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
-            log.exception("a step failed")
-            self._in_step = False
-            failure = ErrorInfo(kind="internal", message=f"The computation failed: {error!r}"[:4096], retryable=True)
-            for chunk in schedule.chunks:
-                self._fail(chunk.sequence.request, failure)
-        else:
-            self._in_step = False
+        result = await self._compute(schedule, plan)
+        self._in_step = False
+        if isinstance(result, StepResult):
             self._apply(schedule, DrawnTokens(result.draws), result.scores)
+        else:
+            message = f"The computation failed: {result!r}"[:4096]
+            for chunk in schedule.chunks:
+                self._fail(chunk.sequence.request, ErrorInfo(kind="internal", message=message, retryable=True))
         self._pool.release([source for source, _ in schedule.copies])
         doomed, self._doomed = self._doomed, []
         for sequence in doomed:
             self._scheduler.drop(sequence)
         self._num_steps += 1
+
+    async def _compute(self, schedule: Schedule, plan: StepPlan) -> StepResult | Exception:
+        """What the step gives or raises. What the step before it brought is reported while it computes."""
+        try:
+            computing = self._executor.execute(self._constraints.with_masks(schedule, plan))
+        except Exception as error:
+            log.exception("a step did not start")
+            return error
+        self._report()
+        try:
+            return await computing
+        except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
+            log.exception("a step failed")
+            return error
 
     def _apply(self, schedule: Schedule, drawn: DrawnTokens, scores: TokenScores | None) -> None:
         index = num_scored = 0

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -69,8 +69,11 @@ _Future: TypeAlias = "asyncio.Future[StepResult]"
 class StepExecutor(Protocol):
     """Runs plans, one at a time."""
 
-    async def execute(self, plan: StepPlan) -> StepResult:
-        """Raises whatever the computation raised; the executor stays usable."""
+    def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
+        """Start now, where it can be, what is to be awaited.
+
+        That raises whatever the computation raised; the executor stays usable.
+        """
         ...
 
     def close(self) -> None:
@@ -90,11 +93,11 @@ class ThreadExecutor:
         self._thread = threading.Thread(target=self._run, name="engine-step")
         self._thread.start()
 
-    async def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
+        """The step goes on when whoever awaits it is cancelled; nobody hears of its end then."""
         future: _Future = asyncio.get_running_loop().create_future()
         self._queue.put((plan, future))
-        # A cancelled caller must not look finished while the thread still writes KV blocks.
-        return await asyncio.shield(future)
+        return future
 
     def close(self) -> None:
         if self._thread.is_alive():

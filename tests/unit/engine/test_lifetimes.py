@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from twopool.engine.requests import EngineRequest
+from twopool.engine.requests import EngineRequest, StepOutput
 from twopool.engine.step import StepPlan, StepResult, ThreadExecutor
 from twopool.kernels.sampling import Draws
 from twopool.protocol.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -431,6 +432,46 @@ async def test_thread_executor_reports_errors_and_goes_on() -> None:
     executor.close()
 
 
+async def test_a_step_is_reported_while_the_next_one_computes() -> None:
+    """Whoever is told of a step's tokens takes time that the next step does not wait for."""
+    log: list[str] = []
+    harness = Harness()
+    execute = harness.gate.execute
+
+    def starting(plan: StepPlan) -> Awaitable[StepResult]:
+        log.append("starts")
+        return execute(plan)
+
+    harness.gate.execute = starting  # type: ignore[method-assign, assignment]
+    async with harness.running():
+        harness.on_step = lambda output: log.append(f"{len(output.deltas)} told")
+        await harness.answer(request(prompt(20), params(max_tokens=3)))
+    assert log == ["starts", "starts", "1 told", "starts", "1 told", "1 told"]
+
+
+async def test_an_error_of_whoever_is_told_ends_the_engine_not_the_step() -> None:
+    """The step goes on writing: nothing of its requests may be given up."""
+    harness = Harness()
+    execute = harness.gate.execute
+    computing: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()  # never done
+
+    def second_takes_long(plan: StepPlan) -> Awaitable[StepResult]:
+        return computing if harness.gate.plans else execute(plan)
+
+    def on_step(output: StepOutput) -> None:
+        raise ArithmeticError("told too much")
+
+    harness.gate.execute = second_takes_long  # type: ignore[method-assign, assignment]
+    harness.on_step = on_step
+    one = request(prompt(20), params(max_tokens=3))
+    harness.engine.submit(one)
+    with pytest.raises(ArithmeticError):
+        await harness.engine.run()
+    assert not harness.engine.idle
+    assert one.key not in harness.failed
+    assert not computing.done()
+
+
 async def test_thread_executor_finishes_a_step_whose_caller_is_gone() -> None:
     started, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
@@ -442,7 +483,7 @@ async def test_thread_executor_finishes_a_step_whose_caller_is_gone() -> None:
 
     executor = ThreadExecutor(compute)
     plan: Any = None
-    task = asyncio.create_task(executor.execute(plan))
+    task = asyncio.ensure_future(executor.execute(plan))
     await asyncio.to_thread(started.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
