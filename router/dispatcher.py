@@ -16,9 +16,7 @@ from prometheus_client import CollectorRegistry
 from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import (
     DeadlineError,
-    InvalidRequestError,
     OverloadedError,
-    ProtocolError,
     TwopoolError,
     UnavailableError,
     WorkerFailedError,
@@ -28,10 +26,9 @@ from twopool.protocol.messages import AttemptFailed, Busy, Cancel, CancelChoice,
 from twopool.router.attempts import EarlySink, Flight, Phase, to_error
 from twopool.router.availability import RETRY_AFTER_S, Availability
 from twopool.router.control import ControlPlane, ControlSocket
+from twopool.router.granting import Granting
 from twopool.router.interface import RoutedRequest, TokenSink
-from twopool.router.pairing import Pairing, can_serve, choose
 from twopool.router.registry import Worker, WorkerRegistry
-from twopool.router.timings import Grant
 from twopool.router.token_intake import TokenIntake
 from twopool.router.waiting import Deadlines, WaitQueue
 from twopool.router.worker_metrics import AttemptOutcome, DispatchFigures, export
@@ -80,12 +77,11 @@ class RequestDispatcher:
         self._queue = WaitQueue()
         self._deadlines = Deadlines()
         self._num_submitted = 0
-        self._pumping = False
         self._empty = asyncio.Event()
         self._empty.set()
         self._ticker: asyncio.Task[None] | None = None
         self._next_stall_check_s = 0.0
-        self._histograms = export(
+        histograms = export(
             metrics if metrics is not None else CollectorRegistry(),
             self.workers,
             self.figures,
@@ -94,27 +90,39 @@ class RequestDispatcher:
             num_rejected_messages=lambda: self.control.num_rejected_messages,
             num_workers_lost=lambda: self.control.num_workers_lost,
         )
-        self._intake = TokenIntake(self, self.control, self._flights, self.figures, self._histograms, clock)
+        self._granting = Granting(
+            self,
+            config,
+            self.workers,
+            self.control,
+            self._availability,
+            histograms,
+            self._queue,
+            clock,
+        )
+        self._intake = TokenIntake(self, self.control, self._flights, self.figures, histograms, clock)
 
     # --- the HTTP half calls ---
 
     def submit(self, request: RoutedRequest, sink: TokenSink) -> None:
-        """See ``interface.Dispatcher``; also raises ``ContextLengthError`` for a prompt no worker can hold."""
+        """See ``interface.Dispatcher``; also raises ``ContextLengthError`` for a prompt no worker can hold and
+        ``DeadlineError`` for one that came too late.
+        """
         if request.request_id in self._flights:
             raise ValueError(f"request {request.request_id} is already under way")
+        if request.arrived_s + request.timeout_s <= self._clock():
+            raise _deadline_passed(request)
         early = EarlySink()
         flight = Flight.of(request, early, self._num_submitted)
         self._availability.check(flight.need())
         if len(self._queue) >= self._config.max_queue:
             raise OverloadedError(f"{len(self._queue)} requests are waiting already; try again later")
         self._num_submitted += 1
-        flight.queued_s = self._clock()
-        flight.wait_until_s = flight.queued_s + self._config.max_queue_wait_s
         self._flights[request.request_id] = flight
         self._empty.clear()
         self._deadlines.add(flight)
-        self._queue.add(flight)
-        self._pump()
+        self._granting.wait(flight)
+        self._granting.pump()
         flight.sink = sink
         if early.error is not None:
             raise early.error
@@ -125,7 +133,7 @@ class RequestDispatcher:
         flight = self._flights.get(request_id)
         if flight is not None:
             self._end(flight, "cancelled", stop_workers=True)
-            self._pump()
+            self._granting.pump()
 
     def finish_choice(self, request_id: RequestId, choice: ChoiceIndex) -> None:
         flight = self._flights.get(request_id)
@@ -135,7 +143,7 @@ class RequestDispatcher:
         flight.num_open -= 1
         if flight.num_open == 0:
             self._end(flight, "finished", stop_workers=True)
-            self._pump()
+            self._granting.pump()
         elif flight.decode is not None and flight.attempt is not None:
             message = CancelChoice(request_id=request_id, attempt=flight.attempt, choice=choice)
             self.control.send(flight.decode, message)
@@ -196,18 +204,15 @@ class RequestDispatcher:
         """Serve every timer that is due."""
         now = self._clock()
         for flight in self._deadlines.expired(now):
-            error = DeadlineError(f"the request did not finish within {flight.request.timeout_s:g} s")
-            self.fail(flight, error, "deadline")
+            self.fail(flight, _deadline_passed(flight.request), "deadline")
         self._deadlines.forget_finished(len(self._flights))
-        for flight in self._queue:
-            if flight in self._queue and flight.wait_until_s is not None and now >= flight.wait_until_s:
-                self._waited_in_vain(flight)
+        self._granting.expire(now)
         self._intake.check_gaps()
         if now >= self._next_stall_check_s:
             self._next_stall_check_s = now + self._timings.stall_check_s
             self.control.lose_stalled(self._timings.stall_s)
         if len(self._queue) and self.workers.decodes:
-            self._pump()
+            self._granting.pump()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -222,7 +227,7 @@ class RequestDispatcher:
 
     def on_tokens(self, worker: Worker, deltas: tuple[TokenDelta, ...]) -> None:
         if self._intake.on_tokens(worker, deltas) or len(self._queue):
-            self._pump()
+            self._granting.pump()
 
     def on_busy(self, worker: Worker, message: Busy) -> None:
         flight = self._current(worker, message)
@@ -231,11 +236,10 @@ class RequestDispatcher:
         full = next((w for w in (flight.decode, flight.prefill) if w and w.worker_id == message.worker_id), None)
         self._end_attempt(flight)
         self.figures.attempts["busy"] += 1
-        now = self._clock()
         if full is not None:
-            full.candidate.window.on_busy(full.candidate.load.attempts, now)
-        self._wait(flight, now)
-        self._pump()
+            full.candidate.window.on_busy(full.candidate.load.attempts, self._clock())
+        self._granting.wait(flight)
+        self._granting.pump()
 
     def on_attempt_failed(self, worker: Worker, message: AttemptFailed) -> None:
         flight = self._current(worker, message)
@@ -261,12 +265,12 @@ class RequestDispatcher:
                     # The pair is unusable until the decode worker lists the source again.
                     worker.candidate.sources.discard(PeerRef(blamed.worker_id, blamed.epoch))
             self._attempt_over(flight, "failed", error.message)
-        self._pump()
+        self._granting.pump()
 
     def on_worker_changed(self, worker: Worker) -> None:
         worker.candidate.window.on_room(worker.candidate.load.attempts)
         self._availability.workers_changed()
-        self._pump()
+        self._granting.pump()
 
     def on_worker_lost(self, worker: Worker, reason: str) -> None:
         for request_id in list(worker.requests):
@@ -278,7 +282,7 @@ class RequestDispatcher:
             else:
                 self._attempt_over(flight, "worker_lost", f"{worker.role} worker {worker.worker_id}: {reason}")
         self._availability.workers_changed()
-        self._pump()
+        self._granting.pump()
 
     # --- how attempts and requests end (token_intake.IntakeOwner) ---
 
@@ -335,7 +339,7 @@ class RequestDispatcher:
             return
         logger.info("goes on with another attempt: %s", reason, extra={"request_id": flight.request.request_id})
         flight.wait_until_s = None
-        self._wait(flight, self._clock())
+        self._granting.wait(flight)
 
     def _release(self, workers: list[Worker], outcome: AttemptOutcome) -> None:
         """Account for an attempt's end; ``workers`` is empty when there was none."""
@@ -350,14 +354,6 @@ class RequestDispatcher:
             for worker in workers:
                 self.control.send(worker, message)
 
-    def _waited_in_vain(self, flight: Flight) -> None:
-        if flight.started:
-            limit_s = self._config.resume_timeout_s
-            self.fail(flight, UnavailableError(f"no worker could go on with the request within {limit_s:g} s"))
-        else:
-            limit_s = self._config.max_queue_wait_s
-            self.fail(flight, OverloadedError(f"no worker had room for the request within {limit_s:g} s"))
-
     def _current(self, worker: Worker, message: Busy | AttemptFailed) -> Flight | None:
         """The request whose present attempt ``worker`` speaks of."""
         flight = self._flights.get(message.request_id)
@@ -365,66 +361,6 @@ class RequestDispatcher:
             return None
         return flight
 
-    # --- granting ---
 
-    def _wait(self, flight: Flight, now_s: float) -> None:
-        """Queue a request; a wait that has begun keeps its end."""
-        if flight.wait_until_s is None:
-            longest = self._config.resume_timeout_s if flight.started else self._config.max_queue_wait_s
-            flight.wait_until_s = now_s + longest
-        flight.queued_s = now_s
-        self._queue.add(flight)
-
-    def _pump(self) -> None:
-        """Grant attempts, oldest request first, as long as workers have room. Re-entrant calls are no-ops."""
-        if self._pumping:
-            return
-        self._pumping, parked = True, list[Flight]()
-        try:
-            while (flight := self._queue.first()) is not None:
-                now = self._clock()
-                need = flight.need()
-                decodes, prefills = self.workers.decodes, self.workers.prefills
-                pairing = choose(decodes, prefills, need, now)
-                if pairing is not None:
-                    self._grant(flight, pairing, now)
-                elif can_serve(decodes, prefills, need, now):
-                    break
-                elif flight.started:
-                    # An open stream waits for workers to come back; it does not hold up what others can do.
-                    self._queue.remove(flight)
-                    parked.append(flight)
-                else:
-                    self.fail(flight, self._availability.unavailable())
-        finally:
-            for flight in parked:
-                if flight.phase is Phase.QUEUED:
-                    self._queue.add(flight)
-            self._pumping = False
-
-    def _grant(self, flight: Flight, pairing: Pairing, now_s: float) -> None:
-        decode = self.workers.worker_of(pairing.decode)
-        prefill = self.workers.worker_of(pairing.prefill) if pairing.prefill is not None else None
-        self._queue.remove(flight)
-        if flight.attempt is None:
-            self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
-        flight.begin_attempt(pairing, decode, prefill)
-        for candidate in (pairing.decode, pairing.prefill):
-            if candidate is not None:
-                candidate.breaker.on_grant(now_s)
-        try:
-            self.control.send(decode, flight.generate(now_s))
-        except ProtocolError as error:
-            self.fail(flight, InvalidRequestError(f"the request is too large: {error.message}"))
-            return
-        if flight.phase is not Phase.GRANTED or flight.attempt is None:
-            return  # the worker did not take it
-        flight.sink.on_granted(
-            Grant(
-                attempt=flight.attempt,
-                decode=decode.worker_id,
-                prefill=prefill.worker_id if prefill is not None else None,
-                queued_s=max(now_s - flight.queued_s, 0.0),
-                at_s=self._clock(),
-            )
-        )
+def _deadline_passed(request: RoutedRequest) -> DeadlineError:
+    return DeadlineError(f"the request did not finish within {request.timeout_s:g} s")

@@ -34,6 +34,7 @@ class ClientConnection:
     __slots__ = (
         "_cycle",
         "_flow",
+        "_is_chunked",
         "_lost",
         "_on_lost",
         "_protocol",
@@ -51,6 +52,7 @@ class ClientConnection:
         self._cycle = cycle
         self._transport = protocol.transport
         self._flow = protocol.flow
+        self._is_chunked = True
         self.write: Callable[[bytes], None] = protocol.transport.write
         """Bytes as they are, such as a whole chunk; otherwise as ``write_chunk``."""
         self._on_lost: Callable[[], None] | None = None
@@ -87,12 +89,21 @@ class ClientConnection:
             self._transport.get_write_buffer_size() > self._protocol.config.max_write_buffer_bytes
         )
 
+    def begin_stream(self) -> bool:
+        """Before the head of a response of unknown length: whether it is chunked. An HTTP/1.0 client (a proxy, most
+        likely) does not know chunks: there the end of the connection is the end of the body.
+        """
+        self._is_chunked = self._cycle.scope["http_version"] != "1.0"
+        if not self._is_chunked:
+            self._cycle.chunked_encoding = False  # or uvicorn would make it so
+        return self._is_chunked
+
     def write_chunk(self, data: bytes) -> None:
-        """One chunk of the chunked response whose head was sent through ASGI; not after ``on_lost`` was called.
+        """A part of the response whose head was sent through ASGI; not after ``on_lost`` was called.
 
         Never blocks: see ``is_behind``.
         """
-        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def drained(self) -> None:
         """Wait while ``is_write_paused``."""

@@ -49,6 +49,7 @@ class StreamAnswer:
         "_head",
         "_include_timings",
         "_include_usage",
+        "_is_chunked",
         "_is_completed",
         "_is_open",
         "_is_over",
@@ -91,6 +92,7 @@ class StreamAnswer:
         self._dirty: dict[int, None] = {}
         self._started: set[int] = set()
         self._lane: TokenLane | None = None  # of a plain answer with one choice, once it has its first event
+        self._is_chunked = True
         self._is_open = False
         self._error: TwopoolError | None = None
         self._is_completed = False
@@ -126,6 +128,8 @@ class StreamAnswer:
         """Send the headers, own the stream until its end; the generation never outlives this call."""
         try:
             self._connection.watch(self._on_lost)
+            self._is_chunked = self._connection.begin_stream()
+            self._is_plain = self._is_plain and self._is_chunked  # chunks are all that a lane can write
             headers = [*_HEADERS, *timing_headers(self._generation.timelines)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._is_open = True
@@ -145,6 +149,9 @@ class StreamAnswer:
         if not await self._is_drained():
             await self._connection.close(timeout_s=0)
             return
+        if not self._is_chunked:
+            self._connection.write_chunk(last_events)
+            last_events = b""
         await send({"type": "http.response.body", "body": last_events, "more_body": False})
         if not await self._is_drained():
             self._connection.abort()

@@ -5,6 +5,7 @@ One class for each way families write them (``tool_formats``). Whatever turns ou
 
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -107,7 +108,7 @@ def call_parser(tool_format: ToolFormat, names: frozenset[str], *, many: bool) -
             return MistralParser(log), log
 
 
-class _Parser:
+class _Parser(ABC):
     """Content, then calls; subclasses say where a call begins and what may stand between calls.
 
     ``_text`` (looking for ``opening``) ⇄ ``_before`` (expecting a call) → ``_call`` → ``_after``. Each consumes some of
@@ -191,8 +192,9 @@ class _Parser:
             self._state = self._after
         return True
 
+    @abstractmethod
     def _after(self, out: MessageDelta) -> bool:
-        raise NotImplementedError
+        """What may follow a call that is complete."""
 
     # --- steps
 

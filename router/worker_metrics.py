@@ -48,6 +48,7 @@ _COUNTERS = {
     "kv_hidden_s": ("twopool_kv_transfer_hidden_seconds", "Seconds of KV reads that prefill computation hid"),
     "kv_exposed_s": ("twopool_kv_transfer_exposed_seconds", "Seconds requests waited for KV after their first token"),
     "kv_verified_bytes": ("twopool_kv_verified_bytes", "Bytes read whose checksums were compared and equal"),
+    "kv_converted_bytes": ("twopool_kv_converted_bytes", "Bytes read in another dtype and converted"),
     "kv_prefix_tokens": ("twopool_kv_prefix_tokens", "Prompt tokens whose KV was read from a peer's prefix cache"),
     "handshakes_refused": ("twopool_kv_handshakes_refused", "Handshakes with peers that did not succeed"),
     "pairs_quarantined": ("twopool_kv_pairs_quarantined", "Times a peer was not read from because checksums differed"),

@@ -324,7 +324,7 @@ class MockCluster:
         return prefill, decode
 
     def request(
-        self, *, num_prompt: int = 8, n: int = 1, max_tokens: int = 16, timeout_s: float = 100
+        self, *, num_prompt: int = 8, n: int = 1, max_tokens: int = 16, timeout_s: float = 100, age_s: float = 0
     ) -> RoutedRequest:
         self._num_requests += 1
         return RoutedRequest(
@@ -333,7 +333,7 @@ class MockCluster:
             sampling=SamplingParams(n=n, seed=7, max_tokens=max_tokens),
             salt=b"",
             timeout_s=timeout_s,
-            arrived_s=self.clock(),
+            arrived_s=self.clock() - age_s,
         )
 
     def submit(self, *, has_lanes: bool = False, **request: Any) -> tuple[RequestId, RecordingSink]:

@@ -91,6 +91,14 @@ def test_an_open_stream_that_finds_no_room_waits_as_streams_do(cluster: MockClus
     assert len(decode.take_generate().choices[0].output_ids) == 4
 
 
+def test_a_deadline_that_passed_on_the_way_here(cluster: MockCluster) -> None:
+    """Nobody is asked to work for an answer that would come too late."""
+    _, decode = cluster.pair()
+    with pytest.raises(DeadlineError):
+        cluster.submit(timeout_s=1.0, age_s=1.0)
+    assert not decode.take_of(Generate)
+
+
 def test_finished_requests_are_forgotten_before_their_deadline(cluster: MockCluster) -> None:
     cluster.pair()
     request = cluster.request()

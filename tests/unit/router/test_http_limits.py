@@ -1,6 +1,7 @@
 """Bodies, headers, keep-alive, API keys, and the endpoints that generate nothing."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from twopool.router.auth import ApiKeys, load_api_keys
 from twopool.router.http_protocol import ProtocolConfig
 from twopool.router.model_info import ModelInfo
 from twopool_testing.fake_dispatcher import FakeDispatcher
-from twopool_testing.http_server import RunningServer, raw_request, running_server
+from twopool_testing.http_server import RunningServer, raw_request, running_server, sse_events
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -118,6 +119,27 @@ async def test_keep_alive_survives_errors(server: RunningServer) -> None:
     writer.write(raw_request(CHAT, extra="connection: close\r\n"))
     assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     writer.close()
+
+
+@pytest.mark.parametrize("extra", ["", "connection: keep-alive\r\n"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_clients_of_http_1_0_get_no_chunks(server: RunningServer, path: str, extra: str) -> None:
+    """Proxies still speak it by default. There the end of the connection is the end of a stream."""
+    for stream in (True, False):
+        body = {**CHAT, "prompt": "x", "stream": stream, "stream_options": {"include_usage": True} if stream else None}
+        request = raw_request(body, f"/v1/{path}", extra).replace(b"HTTP/1.1", b"HTTP/1.0")
+        head, _, answer = (await exchange(server, request)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+        if stream:
+            assert b"content-length" not in head.lower()
+            events = sse_events(answer.decode())
+            assert events[-1] == "[DONE]"
+            assert answer.endswith(b"data: [DONE]\n\n")
+            assert events[-2]["usage"]["completion_tokens"] == 2
+        else:
+            assert len(json.loads(answer)["choices"]) == 1
 
 
 async def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
