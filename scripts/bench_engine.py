@@ -29,11 +29,12 @@ from torch import Tensor
 
 from twopool.engine.block_pool import BlockPool
 from twopool.engine.core import Engine
-from twopool.engine.kv_cache import TORCH_DTYPES
-from twopool.engine.loading import load_model
+from twopool.engine.group_runner import GroupRunner
 from twopool.engine.requests import AttemptKey, EngineRequest, StepOutput
 from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.step import ThreadExecutor
+from twopool.engine.tp_loading import load_worker
+from twopool.kv_transfer.dtypes import TORCH_DTYPES
 from twopool.models.batch import ForwardBatch
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
@@ -189,22 +190,37 @@ class _TimedModel:
 
 
 class EngineBench:
-    """The engine with the defaults of a worker, on a thread of its own as in a worker."""
+    """The engine with the defaults of a worker, on a thread of its own as in a worker.
 
-    def __init__(self, folder: Path, dtype: KvDtype, *, num_threads: int = 0, kernel_backend: str = "auto") -> None:
+    With several ranks, `num_threads` is of each, and this process is the first of them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: KvDtype,
+        *,
+        num_threads: int = 0,
+        kernel_backend: str = "auto",
+        tensor_parallel_size: int = 1,
+    ) -> None:
         config = PrefillConfig(
+            worker_id="bench",
+            tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             device="cpu",
             num_threads=num_threads,
             kernel_backend=kernel_backend,
             kv_cache_memory=POOL_BYTES,
         )
-        loaded = load_model(config, folder)
+        loaded = load_worker(config, folder)
+        self._group = loaded.group
         self.backend = loaded.kernel_backend
         self._vocab_size = loaded.decoder.config.vocab_size
         self._num_blocks = loaded.geometry.num_blocks
         self._model = _TimedModel(loaded.decoder)
-        self._runner = loaded.runner(config, model=self._model)
+        own = loaded.runner(config, model=self._model)
+        self._runner = own if loaded.group is None else GroupRunner(own, loaded.group)
         self._runner.warm_up()
         self._executor = ThreadExecutor(self._runner.run)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -212,6 +228,8 @@ class EngineBench:
     def close(self) -> None:
         self._executor.close()
         self._loop.close()
+        if self._group is not None:
+            self._group.close()
 
     def measure(self, case: Case, seed: int) -> Measured:
         """Tokens and seconds of one case; the ids follow from ``seed``, see ``random_ids``."""
