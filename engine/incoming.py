@@ -324,6 +324,7 @@ def handover_report(
     transfer_s = sum(report.transfer_s for report in reports)
     return HandoverReport(
         num_bytes=sum(report.num_bytes for report in reports),
+        num_converted_bytes=sum(report.num_converted_bytes for report in reports),
         num_ranges=sum(report.num_ranges for report in reports),
         num_posts=sum(report.num_posts for report in reports),
         transfer_s=transfer_s,

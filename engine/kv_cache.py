@@ -5,6 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from twopool.kv_transfer.dtypes import TORCH_DTYPES
 from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.models.config import DecoderConfig
 from twopool.protocol.config import WorkerConfig
@@ -12,8 +13,6 @@ from twopool.protocol.errors import ConfigError
 from twopool.protocol.geometry import KvGeometry
 
 DEFAULT_CPU_BYTES = 1024**3
-
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _pools: Final[list[Tensor]] = []
 """Every pool of this process. Peers read pools by address at any time; memory that vanished under such a read kills

@@ -11,10 +11,11 @@ from typing import cast
 
 import torch
 
-from twopool.engine.kv_cache import TORCH_DTYPES, allocate_kv_pool, kv_cache_blocks
+from twopool.engine.kv_cache import allocate_kv_pool, kv_cache_blocks
 from twopool.engine.model_runner import CapturedDecode, Model, ModelRunner
 from twopool.engine.tp_group import TpGroup
 from twopool.kernels.collectives import Collective, SharedMemoryCollective
+from twopool.kv_transfer.dtypes import TORCH_DTYPES
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
@@ -44,8 +45,11 @@ class LoadedModel:
 
     @property
     def compatibility_hash(self) -> str:
-        """Equal on two workers exactly when their KV means the same; shape and order are not part of it."""
-        meaning = f"{self.decoder.fingerprint()} {self.geometry.dtype}"
+        """Equal on two workers exactly when their KV means the same; shape, order and width are not part of it.
+
+        Every KV dtype there is holds the plain numbers, without a scale; which one it is stands in the geometry.
+        """
+        meaning = f"{self.decoder.fingerprint()} unscaled float"
         return hashlib.sha256(meaning.encode()).hexdigest()[:32]
 
     @property

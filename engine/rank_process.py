@@ -175,6 +175,7 @@ async def _serve(
         backend=config.nixl_backend,
         ucx_tls=config.ucx_tls,
         map_same_host=config.maps_same_host,
+        convert_dtype=config.kv_convert_dtype,
         faults=FaultPoints(config.fault_points),
         loop=asyncio.get_running_loop(),
     )

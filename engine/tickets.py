@@ -62,6 +62,7 @@ class TicketWriter:
                 unit_tokens=unit_tokens,
                 layers=(ticket.layer_start, ticket.layer_end),
                 units=units,
+                dtype=reader.ranks[0].geometry.dtype,
             )
         )
         checksums = sums.astype("<u8", copy=False).tobytes()

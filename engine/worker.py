@@ -110,6 +110,7 @@ class TransferStats:
     kv_hidden_s: float = 0.0
     kv_exposed_s: float = 0.0
     kv_verified_bytes: int = 0
+    kv_converted_bytes: int = 0
     kv_prefix_tokens: int = 0
     kv_failures: Counter[str] = field(default_factory=Counter)
     kv_reclaimed: Counter[str] = field(default_factory=Counter)
@@ -154,6 +155,7 @@ class WorkerHost:
             backend=config.nixl_backend,
             ucx_tls=config.ucx_tls,
             map_same_host=config.maps_same_host,
+            convert_dtype=config.kv_convert_dtype,
             fabric=fabric,
             faults=self.faults,
             loop=self._loop,
@@ -291,6 +293,7 @@ class WorkerHost:
         stats.kv_transfer_s += report.transfer_s
         stats.kv_ranges += report.num_ranges
         stats.kv_posts += report.num_posts
+        stats.kv_converted_bytes += report.num_converted_bytes
 
     def _on_verified(self, num_bytes: int) -> None:
         self.transfer_stats.kv_verified_bytes += num_bytes
@@ -383,6 +386,7 @@ class WorkerHost:
                 kv_hidden_s=transfer.kv_hidden_s,
                 kv_exposed_s=transfer.kv_exposed_s,
                 kv_verified_bytes=transfer.kv_verified_bytes,
+                kv_converted_bytes=transfer.kv_converted_bytes,
                 kv_prefix_tokens=transfer.kv_prefix_tokens,
                 kv_failures=dict(transfer.kv_failures),
                 kv_reclaimed=dict(transfer.kv_reclaimed),

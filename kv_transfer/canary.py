@@ -31,8 +31,8 @@ def fill_canary(pool: torch.Tensor, geometry: KvGeometry, block: int, epoch: Epo
 
 
 def canary_plan(plan: LayoutPlan) -> LayoutPlan:
-    """``plan`` with a single local block: where canary reads land."""
-    return plan_layout(replace(plan.local, num_blocks=1), plan.remotes)
+    """``plan`` with a single local block, where canary reads land, in the peer's dtype: its bytes are no numbers."""
+    return plan_layout(_landing(plan), plan.remotes)
 
 
 def canary_request(plan: LayoutPlan, canary_block: int) -> FetchRequest:
@@ -48,11 +48,12 @@ def canary_request(plan: LayoutPlan, canary_block: int) -> FetchRequest:
 
 
 def wrong_canary_ranks(plan: LayoutPlan, epoch: Epoch, landed: Bytes) -> list[int]:
-    """The peer's ranks whose bytes in ``landed`` (``[block_bytes]`` uint8 of our block 0) are not their canary's.
+    """The peer's ranks whose bytes in ``landed`` are not their canary's.
 
-    ``landed`` was read by ``canary_request``; ``epoch`` is the peer's.
+    ``landed`` (uint8) begins with our block 0 in their dtype; it was read by ``canary_request``. ``epoch`` is
+    the peer's.
     """
-    one_block = plan_layout(replace(plan.local, num_blocks=1), [replace(r, num_blocks=1) for r in plan.remotes])
+    one_block = plan_layout(_landing(plan), [replace(r, num_blocks=1) for r in plan.remotes])
     wrong: set[int] = set()
     for runs in one_block.runs(canary_request(one_block, 0)):
         remote = plan.remotes[runs.rank]
@@ -62,6 +63,10 @@ def wrong_canary_ranks(plan: LayoutPlan, epoch: Epoch, landed: Bytes) -> list[in
         ):
             wrong.add(runs.rank)
     return sorted(wrong)
+
+
+def _landing(plan: LayoutPlan) -> KvGeometry:
+    return replace(plan.local, num_blocks=1, dtype=plan.remotes[0].dtype)
 
 
 def _rows(block: Bytes, runs: StridedList) -> Bytes:

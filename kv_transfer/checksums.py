@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from twopool.protocol.geometry import DTYPE_BYTES, KvGeometry
+from twopool.kv_transfer.dtypes import TORCH_DTYPES, convert
+from twopool.protocol.geometry import DTYPE_BYTES, KvDtype, KvGeometry
 from twopool.protocol.messages import KvVerify
 
 Checksums = npt.NDArray[np.uint64]
@@ -34,6 +35,8 @@ class ChecksumRequest:
     unit_tokens: int
     layers: tuple[int, int]
     units: Units
+    dtype: KvDtype | None = None
+    """Of the reader, who converts to it; ``None``: the pool's own."""
 
 
 def units_to_check(mode: KvVerify, num_units: int) -> Units:
@@ -55,6 +58,8 @@ def unit_checksums(pool: torch.Tensor, geometry: KvGeometry, request: ChecksumRe
         token = unit * unit_tokens
         block = blocks[int(request.block_ids[token // geometry.block_size - first_block])]
         offset = token % geometry.block_size
-        content = block[:, layers[0] : layers[1], :, offset : offset + unit_tokens].contiguous().cpu().numpy()
-        sums[row] = [xxhash.xxh3_64_intdigest(head.data) for head in content]
+        content = block[:, layers[0] : layers[1], :, offset : offset + unit_tokens].contiguous().cpu()
+        if request.dtype is not None and request.dtype != geometry.dtype:
+            content = convert(content.view(TORCH_DTYPES[geometry.dtype]), request.dtype).view(torch.uint8)
+        sums[row] = [xxhash.xxh3_64_intdigest(head.data) for head in content.numpy()]
     return sums

@@ -26,6 +26,7 @@ def create_transport(
     backend: str = "UCX",
     ucx_tls: str | None = None,
     map_same_host: bool = True,
+    convert_dtype: bool = False,
     fabric: LocalFabric | None = None,
     faults: FaultPoints | None = None,
     loop: asyncio.AbstractEventLoop,
@@ -39,8 +40,8 @@ def create_transport(
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
     and ``ucx_tls`` are for "nixl", which copies by itself from pools of this host that it can map if
-    ``map_same_host``; ``fabric`` holds the pools that "local" transports of this process read from;
-    ``faults`` are for tests.
+    ``map_same_host``; KV of another dtype is converted if ``convert_dtype``, else refused; ``fabric`` holds the pools
+    that "local" transports of this process read from; ``faults`` are for tests.
     Raises ``ConfigError`` where these do not fit together or the backend does not start.
     """
     memory = _flat(pool, geometry)
@@ -57,7 +58,15 @@ def create_transport(
         raise ConfigError(f"no KV transport {name!r} here", param="kv_transport")
     if faults is not None and faults.is_active:
         agent = FaultyAgent(agent, faults, memory)
-    return RankTransport(name=name, agent=agent, pool=memory, geometry=geometry, epoch=epoch, loop=loop)
+    return RankTransport(
+        name=name,
+        agent=agent,
+        pool=memory,
+        geometry=geometry,
+        epoch=epoch,
+        convert_dtype=convert_dtype,
+        loop=loop,
+    )
 
 
 def _flat(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:

@@ -76,6 +76,7 @@ class FetchProgress:
         self.is_abandoned = False
         self.is_settled = False
         self.num_bytes = 0
+        self.num_converted_bytes = 0
         self.num_ranges = 0
         self.num_posts = 0
         self.num_unposted = 0
@@ -91,6 +92,7 @@ class FetchProgress:
     def report(self, now: float) -> FetchReport:
         return FetchReport(
             num_bytes=self.num_bytes,
+            num_converted_bytes=self.num_converted_bytes,
             num_ranges=self.num_ranges,
             num_posts=self.num_posts,
             transfer_s=0.0 if self.started_at is None else now - self.started_at,

@@ -155,6 +155,7 @@ class GroupTransport:
                 layer_start=request.layers[0],
                 layer_end=request.layers[1],
                 units=pack_ids(request.units),
+                dtype=request.dtype,
             )
         )
         parts = [await self._local.checksums(request)]
@@ -318,6 +319,7 @@ def _sum(reports: Sequence[FetchReport]) -> FetchReport:
         num_bytes=sum(report.num_bytes for report in reports),
         num_ranges=sum(report.num_ranges for report in reports),
         num_posts=sum(report.num_posts for report in reports),
+        num_converted_bytes=sum(report.num_converted_bytes for report in reports),
         transfer_s=max(report.transfer_s for report in reports),
     )
 

@@ -66,14 +66,16 @@ class FetchRequest:
 class FetchReport:
     """What a finished fetch took.
 
-    ``num_ranges`` counts contiguous runs after merging, ``num_posts`` the READ operations posted that carried any of
-    them, both over all ranks; ``transfer_s`` is from the first post to the last completion on the slowest rank.
+    Of the ``num_bytes`` that were read ``num_converted_bytes`` were of another dtype and converted. ``num_ranges``
+    counts contiguous runs after merging, ``num_posts`` the READ operations posted that carried any of them, both over
+    all ranks; ``transfer_s`` is from the first post to the last completion on the slowest rank.
     """
 
     num_bytes: int
     num_ranges: int
     num_posts: int
     transfer_s: float
+    num_converted_bytes: int = 0
 
 
 class FetchHandle(Protocol):

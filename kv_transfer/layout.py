@@ -12,7 +12,7 @@ Each kind is a ``StridedList`` over the pool, prepared once by the transport, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest
 from twopool.protocol.errors import TransferError
-from twopool.protocol.geometry import DTYPE_BYTES, GRANULE_TOKENS, KvGeometry
+from twopool.protocol.geometry import DTYPE_BYTES, GRANULE_TOKENS, KvDtype, KvGeometry
 
 Index = npt.NDArray[np.int32]
 
-_MUST_AGREE = ("num_layers", "num_kv_heads", "head_dim", "dtype", "granule_order")
+_MUST_AGREE = ("num_layers", "num_kv_heads", "head_dim", "granule_order")
 _MAX_INDEX = 2**31 - 1
 
 
@@ -43,10 +43,18 @@ class StridedList:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """Runs of ``source`` numbers become runs of as many ``target`` numbers."""
+
+    source: KvDtype
+    target: KvDtype
+
+
+@dataclass(frozen=True)
 class Runs:
     """Run ``local_index[i]`` of ``local`` is read from run ``remote_index[i]`` of ``remote``, a list of peer ``rank``.
 
-    Both index arrays are ``[n]`` int32; both lists have one length.
+    Both index arrays are ``[n]`` int32; both lists have one length unless they are converted.
     """
 
     rank: int
@@ -54,10 +62,12 @@ class Runs:
     remote: StridedList
     local_index: Index
     remote_index: Index
+    conversion: Conversion | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.local.length * len(self.local_index)
+        """Bytes that are read."""
+        return self.remote.length * len(self.remote_index)
 
     @property
     def num_ranges(self) -> int:
@@ -120,10 +130,21 @@ class LayoutPlan:
     def runs(self, request: FetchRequest) -> list[Runs]:
         """What to read for ``request``, which fits the pools; one entry for each ``head_runs`` entry."""
         if self.local.block_size != self.remotes[0].block_size:
-            return [self._split_block_runs(heads, request) for heads in self.head_runs]
-        if request.layer_end - request.layer_start == self.local.num_layers:
-            return [self._whole_layer_runs(heads, request) for heads in self.head_runs]
-        return [self._layer_group_runs(heads, request) for heads in self.head_runs]
+            make = self._split_block_runs
+        elif request.layer_end - request.layer_start == self.local.num_layers:
+            make = self._whole_layer_runs
+        else:
+            make = self._layer_group_runs
+        return [replace(make(heads, request), conversion=self.conversion(heads.rank)) for heads in self.head_runs]
+
+    def conversion(self, rank: int) -> Conversion | None:
+        """What becomes of the numbers of peer ``rank``; ``None``: nothing."""
+        source, target = self.remotes[rank].dtype, self.local.dtype
+        return Conversion(source, target) if source != target else None
+
+    @property
+    def conversions(self) -> set[Conversion]:
+        return {conversion for rank in self.ranks if (conversion := self.conversion(rank)) is not None}
 
     def _whole_layer_runs(self, heads: HeadRun, request: FetchRequest) -> Runs:
         """One run a block: a range of its heads with all layers."""
@@ -170,7 +191,6 @@ class LayoutPlan:
         """One run for K, one for V, per small block, head and layer; a large block holds several parts of each."""
         remote = self.remotes[heads.rank]
         small = min(self.local.block_size, remote.block_size)
-        length = small * self.local.head_dim * DTYPE_BYTES[self.local.dtype]
         parts = np.arange(request.start_token // small, -(-request.end_token // small), dtype=np.int64)
 
         def index(pool: KvGeometry, block_ids: Index, head: int) -> Index:
@@ -182,28 +202,32 @@ class LayoutPlan:
             row = ((block * pool.num_kv_heads_local + head_index) * pool.num_layers + layer) * 2 + np.arange(2)
             return (row * per_block + (parts % per_block)[:, None, None, None]).astype(np.int32).ravel()
 
+        def run_list(pool: KvGeometry) -> StridedList:
+            length = small * pool.head_dim * DTYPE_BYTES[pool.dtype]
+            return StridedList(0, length, length, pool.pool_bytes // length)
+
         return Runs(
             rank=heads.rank,
-            local=StridedList(0, length, length, self.local.pool_bytes // length),
-            remote=StridedList(0, length, length, remote.pool_bytes // length),
+            local=run_list(self.local),
+            remote=run_list(remote),
             local_index=index(self.local, request.local_block_ids, heads.local_head),
             remote_index=index(remote, request.remote_block_ids, heads.remote_head),
         )
 
 
-def plan_layout(local: KvGeometry, remotes: Sequence[KvGeometry]) -> LayoutPlan:
+def plan_layout(local: KvGeometry, remotes: Sequence[KvGeometry], *, convert_dtype: bool = False) -> LayoutPlan:
     """The plan by which the rank with pool ``local`` reads from a peer whose ranks have ``remotes``.
 
-    A head that several remote ranks hold is read from one of them, chosen by our own rank so that the readers spread
-    evenly. Raises ``TransferError``, naming both sides' values, where the pools cannot be mapped.
+    Pools of unequal dtypes are mapped only with ``convert_dtype``. A head that several remote ranks hold is read
+    from one of them, chosen by our own rank so that the readers spread evenly.
+    Raises ``TransferError``, naming both sides' values, where the pools cannot be mapped.
     """
     for rank, remote in enumerate(remotes):
-        _check_pair(local, remote, rank)
-        if remote.block_size != remotes[0].block_size:
-            raise TransferError(
-                f"the peer's ranks differ in block_size: {remotes[0].block_size} on rank 0, "
-                f"{remote.block_size} on rank {rank}"
-            )
+        _check_pair(local, remote, rank, convert_dtype)
+        for name in ("block_size", "dtype"):
+            first, here = getattr(remotes[0], name), getattr(remote, name)
+            if here != first:
+                raise TransferError(f"the peer's ranks differ in {name}: {first} on rank 0, {here} on rank {rank}")
     return LayoutPlan(local, tuple(remotes), tuple(_head_runs(local, remotes)))
 
 
@@ -216,17 +240,19 @@ def source_columns(readers: Sequence[KvGeometry], sources: Sequence[KvGeometry])
     columns = [
         first_columns[run.rank] + run.remote_head + np.arange(run.num_heads)
         for reader in readers
-        for run in plan_layout(reader, sources).head_runs
+        for run in _head_runs(reader, sources)
     ]
     return np.concatenate(columns).astype(np.int32)
 
 
-def _check_pair(local: KvGeometry, remote: KvGeometry, rank: int) -> None:
+def _check_pair(local: KvGeometry, remote: KvGeometry, rank: int, convert_dtype: bool) -> None:
     differing = [
         f"{name} {getattr(local, name)} here, {getattr(remote, name)} there"
         for name in _MUST_AGREE
         if getattr(local, name) != getattr(remote, name)
     ]
+    if local.dtype != remote.dtype and not convert_dtype:
+        differing.append(f"dtype {local.dtype} here, {remote.dtype} there (--kv-convert-dtype converts)")
     small = min(local.block_size, remote.block_size)
     if local.block_size != remote.block_size and small < GRANULE_TOKENS and local.granule_order != "plain":
         differing.append(

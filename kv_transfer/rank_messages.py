@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from twopool.kv_transfer.interface import FetchReport
 from twopool.protocol import errors
 from twopool.protocol.errors import TransferError
+from twopool.protocol.geometry import KvDtype
 from twopool.protocol.messages import MAX_PROMPT_TOKENS, PeerIdentity
 
 _Number = Annotated[int, Meta(ge=0)]
@@ -88,6 +89,7 @@ class SumUnits(Struct, frozen=True, kw_only=True, tag="sum_units"):
     layer_start: _Index
     layer_end: _Index
     units: _IdBytes
+    dtype: KvDtype | None = None
 
 
 KvCommand = OpenLink | CloseLink | StartFetch | CancelFetch | ExpectReaders | SumUnits

@@ -129,6 +129,7 @@ class RankServer:
                 unit_tokens=command.unit_tokens,
                 layers=(command.layer_start, command.layer_end),
                 units=unpack_ids(command.units),
+                dtype=command.dtype,
             )
         )
         self._send(UnitSums(call=command.call, sums=np.ascontiguousarray(sums, dtype="<u8").tobytes()))

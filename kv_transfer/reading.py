@@ -15,10 +15,11 @@ from contextlib import suppress
 import torch
 
 from twopool.kv_transfer.agent import PreparedList, ReadAgent
+from twopool.kv_transfer.converting import Converter
 from twopool.kv_transfer.fetch import Fetch
 from twopool.kv_transfer.layout import Runs, StridedList
 from twopool.kv_transfer.remote import Batch, LocalList, OpenPost, Remote, RemoteKey, cut
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import KvConversionError, TransferError
 from twopool.protocol.messages import PeerIdentity
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,14 @@ BUSY_CALL_S = 20e-6
 class ReadingThread:
     """Public methods may be called from the event loop only; everything private runs on the thread."""
 
-    def __init__(self, agent: ReadAgent, *, loop: asyncio.AbstractEventLoop, on_lost: LostCallback) -> None:
-        """``on_lost(key, error)`` is called on ``loop`` when a peer's rank can be read no more."""
+    def __init__(
+        self, agent: ReadAgent, *, pool: torch.Tensor, loop: asyncio.AbstractEventLoop, on_lost: LostCallback
+    ) -> None:
+        """``pool``, flat uint8, is where converted KV goes. ``on_lost(key, error)`` is called on ``loop`` when a peer's
+        rank can be read no more.
+        """
         self._agent = agent
+        self._converter = Converter(agent, pool)
         self._loop = loop
         self._on_lost = on_lost
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -179,12 +185,19 @@ class ReadingThread:
         first = batch.pieces[0]
         local_index, remote_index = batch.indices()
         try:
-            post = self._agent.post(
-                local=self._local_list(first.local),
-                local_index=local_index,
-                remote=self._remote_list(remote, first.remote),
-                remote_index=remote_index,
-            )
+            source = self._remote_list(remote, first.remote)
+            if first.conversion is None:
+                local = self._local_list(first.local)
+                post = self._agent.post(local=local, local_index=local_index, remote=source, remote_index=remote_index)
+            else:
+                post = self._converter.post(
+                    local=first.local[1],
+                    local_index=local_index,
+                    remote=source,
+                    remote_length=first.remote.length,
+                    remote_index=remote_index,
+                    conversion=first.conversion,
+                )
         except TransferError as error:
             self._lose(remote, error, fetches)
             self._close_post(fetches)
@@ -200,6 +213,8 @@ class ReadingThread:
                 if not open_post.post.poll():
                     moved = moved or time.perf_counter() - started > BUSY_CALL_S
                     continue
+            except KvConversionError as error:
+                self._fail(open_post.fetches, error)
             except TransferError as error:
                 self._lose(remote, error)
             moved = True
@@ -231,12 +246,15 @@ class ReadingThread:
         """Fail ``fetches`` and all others that read from ``remote``; what is under way is polled until it is over."""
         waiting = {piece.fetch for piece in remote.pending}
         remote.pending.clear()
-        for fetch in waiting.union(fetches, *(post.fetches for post in remote.open_posts)):
-            fetch.progress.is_abandoned = True
-            self._tell(fetch.fail, error)
+        self._fail(waiting.union(fetches, *(post.fetches for post in remote.open_posts)), error)
         if remote.lost is None:
             remote.lost = error
             self._tell(self._on_lost, remote.key, error)
+
+    def _fail(self, fetches: set[Fetch], error: TransferError) -> None:
+        for fetch in fetches:
+            fetch.progress.is_abandoned = True
+            self._tell(fetch.fail, error)
 
     def _start(self, fetch: Fetch, peer: PeerIdentity, local_address: int, make_runs: Callable[[], list[Runs]]) -> None:
         if fetch.progress.is_abandoned:
@@ -252,6 +270,7 @@ class ReadingThread:
                 self._tell(fetch.fail, error or TransferError(f"rank {runs.rank} of {peer.worker_id} is not loaded"))
                 return
             fetch.progress.num_bytes += runs.num_bytes
+            fetch.progress.num_converted_bytes += runs.num_bytes if runs.conversion else 0
             fetch.progress.num_ranges += runs.num_ranges
             pieces = list(cut(fetch, runs, local_address))
             fetch.progress.num_unposted += len(pieces)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from twopool.kv_transfer.agent import Post, PreparedList
+from twopool.kv_transfer.converting import STAGING_BYTES
 from twopool.kv_transfer.fetch import Fetch
-from twopool.kv_transfer.layout import Index, Runs, StridedList
+from twopool.kv_transfer.layout import Conversion, Index, Runs, StridedList
 from twopool.protocol.errors import TransferError
 from twopool.protocol.ids import Epoch, WorkerId
 from twopool.protocol.messages import RankPool
@@ -31,6 +32,7 @@ class Piece:
     remote: StridedList
     local_index: Index
     remote_index: Index
+    conversion: Conversion | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -86,10 +88,11 @@ class Remote:
                 continue
             num_runs += len(piece.remote_index)
             num_bytes += piece.num_bytes
+            most_bytes = MAX_POST_BYTES if piece.conversion is None else STAGING_BYTES
             if pieces and (
                 (piece.local, piece.remote) != (pieces[0].local, pieces[0].remote)
                 or num_runs > MAX_POST_RUNS
-                or num_bytes > MAX_POST_BYTES
+                or num_bytes > most_bytes
             ):
                 break
             pieces.append(self.pending.popleft())
@@ -98,7 +101,8 @@ class Remote:
 
 def cut(fetch: Fetch, runs: Runs, local_address: int) -> Iterator[Piece]:
     """``runs`` of ``fetch`` in pieces of at most ``MAX_POST_RUNS`` runs and ``MAX_POST_BYTES`` bytes (or one run)."""
-    step = max(1, min(MAX_POST_RUNS, MAX_POST_BYTES // runs.local.length))
+    most_bytes = MAX_POST_BYTES if runs.conversion is None else STAGING_BYTES
+    step = max(1, min(MAX_POST_RUNS, most_bytes // runs.remote.length))
     for start in range(0, len(runs.local_index), step):
         yield Piece(
             fetch=fetch,
@@ -106,4 +110,5 @@ def cut(fetch: Fetch, runs: Runs, local_address: int) -> Iterator[Piece]:
             remote=runs.remote,
             local_index=runs.local_index[start : start + step],
             remote_index=runs.remote_index[start : start + step],
+            conversion=runs.conversion,
         )

@@ -1,6 +1,7 @@
 """The ``KvTransport`` of one rank: its peers, handshakes and fetches, over whatever ``ReadAgent`` it is given."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,9 +16,11 @@ from twopool.kv_transfer.memory import shared_pool
 from twopool.kv_transfer.reading import ReadingThread
 from twopool.kv_transfer.remote import RemoteKey
 from twopool.protocol.errors import TransferError
-from twopool.protocol.geometry import KvGeometry
+from twopool.protocol.geometry import DTYPE_BYTES, KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId
 from twopool.protocol.messages import PeerIdentity, RankPool
+
+logger = logging.getLogger(__name__)
 
 
 class Link:
@@ -45,10 +48,11 @@ class RankTransport:
         pool: torch.Tensor,
         geometry: KvGeometry,
         epoch: Epoch,
+        convert_dtype: bool = False,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """``pool`` is the flat uint8 view, registered with ``agent``; writes the canary of ``epoch`` into its last
-        block.
+        block. KV of another dtype is converted if ``convert_dtype``, else refused.
         """
         self.name = name
         canary_block = geometry.num_blocks - NUM_RESERVED_BLOCKS
@@ -66,7 +70,8 @@ class RankTransport:
         self._links: dict[WorkerId, Link] = {}
         self._connecting: dict[WorkerId, asyncio.Lock] = {}
         self._is_closed = False
-        self._thread = ReadingThread(agent, loop=loop, on_lost=self._on_lost)
+        self._convert_dtype = convert_dtype
+        self._thread = ReadingThread(agent, pool=pool, loop=loop, on_lost=self._on_lost)
 
     @property
     def rank_pool(self) -> RankPool:
@@ -128,7 +133,8 @@ class RankTransport:
                 raise TransferError(
                     f"{peer.worker_id} rank {rank}: canary block {pool.canary_block} of {pool.geometry.num_blocks}"
                 )
-        return plan_layout(self._description.geometry, [pool.geometry for pool in peer.ranks])
+        geometries = [pool.geometry for pool in peer.ranks]
+        return plan_layout(self._description.geometry, geometries, convert_dtype=self._convert_dtype)
 
     async def _open(self, peer: PeerIdentity, plan: LayoutPlan) -> Link:
         """The open link to this life of the peer, loading its ranks if there is none."""
@@ -146,6 +152,8 @@ class RankTransport:
             loading.add_done_callback(lambda done: self._give_back(done, link))
             raise
         self._links[peer.worker_id] = link
+        for conversion in plan.conversions:
+            logger.warning("KV of %s is converted from %s to %s", peer.worker_id, conversion.source, conversion.target)
         return link
 
     def _give_back(self, loading: asyncio.Future[None], link: Link) -> None:
@@ -183,7 +191,9 @@ class RankTransport:
         """``[block_bytes]`` uint8 zeros, registered, for a canary read to land in; none waits for another's."""
         if self._free_scratch:
             return self._free_scratch.pop().zero_()
-        num_bytes = self._description.geometry.block_bytes
+        geometry = self._description.geometry
+        # Canaries are no numbers: they are compared in the peer's dtype, which may be wider.
+        num_bytes = geometry.block_bytes // DTYPE_BYTES[geometry.dtype] * max(DTYPE_BYTES.values())
         scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=self._pool.device)
         await self._thread.register(scratch)
         return scratch

@@ -196,6 +196,9 @@ class WorkerConfig(LinkConfig):
     kv_verify: str = flag(
         "off", "blocks read from peers whose checksums both sides compare", choices=("off", "sample", "all")
     )
+    kv_convert_dtype: bool = flag(
+        False, "read KV of another dtype than this worker's from peers and convert it, instead of refusing them"
+    )
     kv_quarantine_s: float = flag(30.0, "seconds a peer is not read from after its checksums did not match")
     fault_points: Path | None = flag(
         None, "tests only: file of POINT=FAULT lines, see kv_transfer/fault_points.py", parse=Path

@@ -70,6 +70,12 @@ class CorruptKvError(TransferError):
     kind = "corrupt"
 
 
+class KvConversionError(TransferError):
+    """A number that was read does not fit the dtype of the pool it was read for."""
+
+    kind = "conversion"
+
+
 class CollectiveError(TwopoolError):
     """The ranks of a tensor-parallel group can no longer compute together: one is gone, late, or at another step.
 

@@ -149,7 +149,8 @@ class HandoverReport(Struct, frozen=True, kw_only=True):
     """What moving a prompt's KV took; rides with decode's first message for the attempt.
 
     ``transfer_s`` is summed over the READs; ``exposed_s`` is what the request waited for after its first token was
-    known, ``hidden_s`` the part of ``transfer_s`` that lay before. Of ``held_tokens`` the KV was there already.
+    known, ``hidden_s`` the part of ``transfer_s`` that lay before. Of ``held_tokens`` the KV was there already;
+    ``num_converted_bytes`` came in another dtype.
     """
 
     num_bytes: _Count
@@ -159,6 +160,7 @@ class HandoverReport(Struct, frozen=True, kw_only=True):
     exposed_s: _Seconds
     hidden_s: _Seconds = 0.0
     held_tokens: _Count = 0
+    num_converted_bytes: _Count = 0
 
 
 class TokenDelta(Struct, frozen=True, array_like=True):
@@ -258,6 +260,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     kv_hidden_s: _Seconds = 0.0
     kv_exposed_s: _Seconds = 0.0
     kv_verified_bytes: _Count = 0
+    kv_converted_bytes: _Count = 0
     kv_prefix_tokens: _Count = 0
     kv_failures: _Tally = {}
     kv_reclaimed: _Tally = {}

@@ -123,7 +123,9 @@ class World:
     fabric: LocalFabric = field(default_factory=LocalFabric)
     ranks: list[Rank] = field(default_factory=list)
 
-    def rank(self, worker_id: str, geometry: KvGeometry, *, epoch: Epoch | None = None) -> Rank:
+    def rank(
+        self, worker_id: str, geometry: KvGeometry, *, epoch: Epoch | None = None, convert_dtype: bool = False
+    ) -> Rank:
         """A rank whose pool holds random bytes; it answers readers."""
         epoch = new_epoch() if epoch is None else epoch
         rng = np.random.default_rng([epoch, geometry.tp_rank])
@@ -143,6 +145,7 @@ class World:
             pool=pool,
             geometry=geometry,
             epoch=epoch,
+            convert_dtype=convert_dtype,
             loop=asyncio.get_running_loop(),
         )
         transport.expect_readers(True)

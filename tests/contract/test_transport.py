@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from twopool.kv_transfer.interface import FetchHandle, FetchRequest
 from twopool.kv_transfer.reading import MAX_OPEN_POSTS
 from twopool.kv_transfer.remote import MAX_POST_RUNS
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import KvConversionError, TransferError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch
 
@@ -365,3 +365,52 @@ async def test_close_fails_what_is_open(world: World, make_request: MakeRequest)
     assert not link.is_open
     with pytest.raises(TransferError, match="closed"):
         await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
+
+
+async def test_another_dtype_is_refused_unless_asked_for(world: World) -> None:
+    source, reader = world.rank("p", replace(GEOMETRY, dtype="float32")), world.rank("d", GEOMETRY)
+    with pytest.raises(TransferError, match="dtype bfloat16 here, float32 there"):
+        await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+async def test_another_dtype_is_converted(world: World, block_size: int) -> None:
+    source = world.rank("p", replace(GEOMETRY, dtype="float32", block_size=block_size))
+    reader = world.rank("d", GEOMETRY, convert_dtype=True)
+    numbers = source.pool.view(torch.float32).view(source.geometry.shape)
+    numbers[:-1] = torch.randn(numbers[:-1].shape) * 100
+    link = await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
+    expected = reader.pool.view(torch.bfloat16).view(GEOMETRY.shape).clone()
+    blocks = 64 // block_size
+    request = FetchRequest(
+        remote_block_ids=np.arange(5, 5 + blocks, dtype=np.int32),
+        local_block_ids=np.array([9, 2, 3, 11], dtype=np.int32),
+        start_token=0,
+        end_token=64,
+        layer_start=1,
+        layer_end=4,
+    )
+    report = await reader.transport.fetch(link, request, timeout_s=TIMEOUT_S).wait()
+    tokens = numbers[5 : 5 + blocks].transpose(3, 4)[:, :, 1:4]  # [blocks, heads, layers, block_size, 2, dim]
+    for token in range(64):
+        part = tokens[token // block_size, :, :, token % block_size].to(torch.bfloat16)
+        expected[request.local_block_ids[token // 16], :, 1:4, :, token % 16] = part
+    landed = reader.pool.view(torch.bfloat16).view(GEOMETRY.shape)
+    assert torch.equal(landed.view(torch.int16), expected.view(torch.int16))
+    assert report.num_converted_bytes == report.num_bytes == 64 * 3 * 4 * 2 * 8 * 4
+
+
+async def test_a_number_without_a_place_fails_its_fetch_alone(world: World, make_request: MakeRequest) -> None:
+    source = world.rank("p", GEOMETRY)
+    reader = world.rank("d", replace(GEOMETRY, dtype="float16"), convert_dtype=True)
+    numbers = source.pool.view(torch.bfloat16).view(GEOMETRY.shape)
+    numbers[:-1] = 3.0
+    numbers[4, 1, 2, 0, 5, 1] = 1e6
+    link = await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
+    handle = reader.transport.fetch(link, make_request(GEOMETRY, [4], [4]), timeout_s=TIMEOUT_S)
+    with pytest.raises(KvConversionError, match="too large for float16"):
+        await handle.wait()
+    assert await settled_within(handle, 1)
+    assert link.is_open
+    await reader.transport.fetch(link, make_request(GEOMETRY, [3], [3]), timeout_s=TIMEOUT_S).wait()
+    assert reader.pool.view(torch.float16).view(GEOMETRY.shape)[3].eq(3).all()
