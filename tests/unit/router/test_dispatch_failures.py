@@ -1,7 +1,5 @@
 """Workers fail or are lost: requests go on elsewhere with the same tokens, or end in the right error."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from twopool.protocol.errors import (
@@ -14,13 +12,9 @@ from twopool.protocol.errors import (
 )
 from twopool.protocol.ids import RequestId
 from twopool.protocol.messages import Cancel, ErrorKind, Generate, unpack_ids
-from twopool_testing.mock_control import MockCluster, MockWorker, defects_surface, token_at
+from twopool_testing.mock_control import MockCluster, MockWorker, token_at
 
-
-@pytest.fixture(autouse=True)
-def _no_defects() -> Iterator[None]:
-    with defects_surface():
-        yield
+pytestmark = pytest.mark.usefixtures("no_defects")
 
 
 @pytest.fixture

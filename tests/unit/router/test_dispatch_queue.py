@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,13 +18,9 @@ from twopool.protocol.messages import (
     Draining,
     Generate,
 )
-from twopool_testing.mock_control import MockCluster, RecordingSink, defects_surface
+from twopool_testing.mock_control import MockCluster, RecordingSink
 
-
-@pytest.fixture(autouse=True)
-def _no_defects() -> Iterator[None]:
-    with defects_surface():
-        yield
+pytestmark = pytest.mark.usefixtures("no_defects")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What the dispatcher does with a request while nobody fails: tokens, ends, cancels."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,11 +23,7 @@ from twopool.protocol.messages import (
 )
 from twopool_testing.mock_control import MockCluster, RecordingSink, defects_surface, token_at
 
-
-@pytest.fixture(autouse=True)
-def _no_defects() -> Iterator[None]:
-    with defects_surface():
-        yield
+pytestmark = pytest.mark.usefixtures("no_defects")
 
 
 @pytest.fixture

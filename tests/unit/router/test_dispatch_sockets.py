@@ -27,13 +27,9 @@ from twopool.protocol.security import Security
 from twopool.protocol.sockets import ClientSocket, ServerSocket
 from twopool.router.dispatcher import RequestDispatcher
 from twopool.router.interface import RoutedRequest
-from twopool_testing.mock_control import MockCluster, RecordingSink, defects_surface, token_at
+from twopool_testing.mock_control import MockCluster, RecordingSink, token_at
 
-
-@pytest.fixture(autouse=True)
-def _no_defects() -> Iterator[None]:
-    with defects_surface():
-        yield
+pytestmark = pytest.mark.usefixtures("no_defects")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Registration, heartbeats, readiness, losses: what the router believes about its workers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,13 +7,9 @@ import pytest
 from twopool.protocol.errors import UnavailableError
 from twopool.protocol.ids import Epoch, RouterId
 from twopool.protocol.messages import Draining, Generate, Peers, Refused, Registered, ReRegister
-from twopool_testing.mock_control import MockCluster, defects_surface
+from twopool_testing.mock_control import MockCluster
 
-
-@pytest.fixture(autouse=True)
-def _no_defects() -> Iterator[None]:
-    with defects_surface():
-        yield
+pytestmark = pytest.mark.usefixtures("no_defects")
 
 
 @pytest.fixture
