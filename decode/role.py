@@ -339,6 +339,7 @@ class DecodeRole:
         if job.task is not None:
             job.task.cancel()
         self._host.engine.cancel(job.key)
+        logger.debug("dropped", extra={"request_id": job.key.request_id, "attempt": job.key.attempt})
 
     def _end_busy(self, job: DecodeJob, worker_id: WorkerId) -> None:
         if self.jobs.pop(job.key) is not None:
