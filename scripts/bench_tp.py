@@ -1,9 +1,9 @@
 """Step time of tensor-parallel groups next to one process with as many threads, and what their sums cost.
 
-For each degree N: N ranks of one thread against one process of N threads, the same batch, forward passes only. Then
-one sum of a decode's and a prefill's residual rows over the ranks: in shared memory, with gloo's all-reduce, and with
-gloo in the order of the ranks. Rounds are interleaved and every figure is the median of its rounds: believe the ratio,
-absolute figures move with the machine's mood.
+For each degree N: N ranks of one thread against one process of N threads, first the same batch through forward passes
+alone, then whole steps of a worker's engine. Then one sum of a decode's and a prefill's residual rows over the ranks:
+in shared memory, with gloo's all-reduce, and with gloo in the order of the ranks. Rounds are interleaved and every
+figure is the median of its rounds: believe the ratio, absolute figures move with the machine's mood.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ _SUMS = 100
 
 @dataclass(frozen=True)
 class StepFigure:
-    """Medians in milliseconds of a forward pass."""
+    """Medians in milliseconds of a forward pass, or of an engine's step."""
 
     degree: int
     case: str
@@ -65,67 +65,79 @@ class SumFigure:
 class Group:
     """Processes that hold a model together, or one that holds it alone, waiting to be told what to time."""
 
-    def __init__(self, folder: Path, dtype: str, *, num_ranks: int, threads: int) -> None:
-        cpus = sorted(os.sched_getaffinity(0))
-        pins = cpus[: num_ranks * threads] if num_ranks * threads <= len(cpus) else None
-        common = [f"--folder={folder}", f"--dtype={dtype}", f"--size={num_ranks}", f"--threads={threads}"]
-        segment = -1
-        if num_ranks > 1:
-            plan = plan_shards(DecoderConfig.from_folder(folder), num_ranks)
-            segment = create_segment(num_ranks, segment_bytes(plan, MAX_TOKENS))
-            common += [f"--segment={segment}", f"--port={_free_port()}"]
-        self._ranks: list[subprocess.Popen[str]] = []
+    def __init__(self, module: str, commands: Sequence[Sequence[str]], *, inherit: Sequence[int] = ()) -> None:
+        """commands: the arguments of each process; inherit: descriptors they need, which the caller closes."""
+        self._processes: list[subprocess.Popen[str]] = []
         try:
-            for rank in range(num_ranks):
-                own = None if pins is None else pins[rank * threads : (rank + 1) * threads]
-                arguments = [f"--rank={rank}", f"--cpus={json.dumps(own)}"]
-                self._ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "twopool.scripts.bench_tp_rank", *common, *arguments],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        pass_fds=[segment] if segment >= 0 else [],
-                    )
+            for arguments in commands:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", f"twopool.scripts.{module}", *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    pass_fds=inherit,
                 )
+                self._processes.append(process)
             self._answers()
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of_ranks(cls, folder: Path, dtype: str, *, num_ranks: int, threads: int) -> "Group":
+        """Forward passes alone, each thread on a CPU of its own where there are enough."""
+        cpus = sorted(os.sched_getaffinity(0))
+        pins = cpus[: num_ranks * threads] if num_ranks * threads <= len(cpus) else None
+        common = [f"--folder={folder}", f"--dtype={dtype}", f"--size={num_ranks}", f"--threads={threads}"]
+        segment = None
+        if num_ranks > 1:
+            plan = plan_shards(DecoderConfig.from_folder(folder), num_ranks)
+            segment = create_segment(num_ranks, segment_bytes(plan, MAX_TOKENS))
+            common += [f"--segment={segment}", f"--port={_free_port()}"]
+        own = [None if pins is None else pins[rank * threads : (rank + 1) * threads] for rank in range(num_ranks)]
+        commands = [[*common, f"--rank={rank}", f"--cpus={json.dumps(own[rank])}"] for rank in range(num_ranks)]
+        try:
+            return cls("bench_tp_rank", commands, inherit=() if segment is None else (segment,))
         finally:
-            if segment >= 0:
+            if segment is not None:
                 os.close(segment)
 
+    @classmethod
+    def of_engine(cls, folder: Path, dtype: str, *, num_ranks: int, threads: int) -> "Group":
+        """Whole steps; the process starts its other ranks itself."""
+        command = [f"--folder={folder}", f"--dtype={dtype}", f"--size={num_ranks}", f"--threads={threads}"]
+        return cls("bench_tp_engine", [command])
+
     def time_ms(self, **command: Any) -> float:
-        """The median of what rank 0 measured."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(command) + "\n")
-            rank.stdin.flush()
+        """The median of what the first process measured."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
         times: list[float] = self._answers()[0]["ms"]
         return statistics.median(times)
 
     def close(self) -> None:
         """End the processes, which end by themselves when nobody can tell them anything more."""
-        for rank in self._ranks:
-            assert rank.stdin is not None and rank.stdout is not None
-            rank.stdin.close()
-        for rank in self._ranks:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
             try:
-                rank.wait(10)
+                process.wait(10)
             except subprocess.TimeoutExpired:
-                rank.kill()
-                rank.wait()
-            assert rank.stdout is not None
-            rank.stdout.close()
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
     def _answers(self) -> list[dict[str, Any]]:
         answers = []
-        for rank in self._ranks:
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
             if not line:
-                raise TwopoolError("a rank of the benchmark ended early; what it said stands above")
+                raise TwopoolError("a process of the benchmark ended early; what it said stands above")
             answers.append(json.loads(line))
         return answers
 
@@ -163,24 +175,18 @@ def _run(args: argparse.Namespace) -> tuple[list[StepFigure], list[SumFigure]]:
     for degree in args.degrees:
         for line in plan_shards(DecoderConfig.from_folder(folder), degree).report():
             print(line)
-        with ExitStack() as stack:
-            alone = stack.enter_context(_group(folder, args.dtype, num_ranks=1, threads=degree))
-            ranks = stack.enter_context(_group(folder, args.dtype, num_ranks=degree, threads=1))
-            steps += _steps(alone, ranks, degree, args.rounds)
-            sums += _sums(ranks, degree, args.rounds)
+        for start, prefix in ((Group.of_ranks, ""), (Group.of_engine, "engine, ")):
+            with (
+                closing(start(folder, args.dtype, num_ranks=1, threads=degree)) as alone,
+                closing(start(folder, args.dtype, num_ranks=degree, threads=1)) as ranks,
+            ):
+                steps += _steps(alone, ranks, degree, args.rounds, prefix)
+                if start == Group.of_ranks:
+                    sums += _sums(ranks, degree, args.rounds)
     return steps, sums
 
 
-@contextmanager
-def _group(folder: Path, dtype: str, *, num_ranks: int, threads: int) -> Iterator[Group]:
-    group = Group(folder, dtype, num_ranks=num_ranks, threads=threads)
-    try:
-        yield group
-    finally:
-        group.close()
-
-
-def _steps(alone: Group, ranks: Group, degree: int, rounds: int) -> list[StepFigure]:
+def _steps(alone: Group, ranks: Group, degree: int, rounds: int, prefix: str) -> list[StepFigure]:
     times: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for number in range(rounds + 1):
         for phase, size in CASES:
@@ -191,7 +197,7 @@ def _steps(alone: Group, ranks: Group, degree: int, rounds: int) -> list[StepFig
     return [
         StepFigure(
             degree=degree,
-            case=f"{phase} {size}",
+            case=f"{prefix}{phase} {size}",
             one_process_ms=statistics.median(one for one, _ in pairs),
             ranks_ms=statistics.median(other for _, other in pairs),
             ratio=statistics.median(other / one for one, other in pairs),
