@@ -173,6 +173,10 @@ class WorkerConfig(LinkConfig):
     )
     num_threads: int = flag(0, "compute threads of each rank; 0 takes the CPUs, in equal shares")
     tensor_parallel_size: int = flag(1, "ranks of this worker, each a process with a part of the model")
+    nnodes: int = flag(1, "hosts a worker's ranks are on; this version refuses more than one")
+    node_rank: int = flag(0, "this host's number among them; see --nnodes")
+    master_addr: str | None = flag(None, "address of the first of them; see --nnodes")
+    master_port: int | None = flag(None, "port at --master-addr; see --nnodes", parse=int)
     max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the model's)", parse=int)
     max_num_seqs: int = flag(64, "sequences in one step")
     max_num_batched_tokens: int = flag(512, "tokens in one step; longer prompts are prefilled in chunks")
@@ -222,6 +226,14 @@ class WorkerConfig(LinkConfig):
             "kv_quarantine_s",
         ):
             _check_positive(name, getattr(self, name))
+        for name, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", None), ("master_port", None)):
+            value = getattr(self, name)
+            if value != default:
+                raise ConfigError(
+                    f"{_flag_name(name)} {value}: this version runs all ranks of a worker on one host; use several "
+                    "workers, which may be anywhere, or a smaller --tensor-parallel-size",
+                    param=_flag_name(name),
+                )
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"--block-size {self.block_size}: must be a power of two, at least 16",

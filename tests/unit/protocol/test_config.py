@@ -56,6 +56,10 @@ def test_flags_are_read() -> None:
         (("--router", "10.0.0.1:80"), "--router", "10.0.0.1"),
         (("--num-threads", "-1"), "--num-threads", "-1"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size", "0"),
+        (("--nnodes", "2"), "--nnodes", "2"),
+        (("--node-rank", "1"), "--node-rank", "1"),
+        (("--master-addr", "10.0.0.1"), "--master-addr", "10.0.0.1"),
+        (("--master-port", "29500"), "--master-port", "29500"),
     ],
 )
 def test_each_refusal_names_flag_and_value(args: tuple[str, ...], flag: str, value: str) -> None:
