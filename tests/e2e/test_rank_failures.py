@@ -1,4 +1,7 @@
-"""A rank that dies, or its leader, at any moment: the worker goes as a whole, within 2 s, and leaves nothing behind."""
+"""A rank that dies, or its leader, at any moment: the worker goes as a whole, within 2 s, and leaves nothing behind.
+
+One case of these is in every run: ``test_tensor_parallel.py``.
+"""
 
 import os
 import random
@@ -15,7 +18,7 @@ from twopool_testing.cluster import Cluster, Process, running_cluster, wait_for
 from twopool_testing.rank_pids import assert_gone, rank_pids, shared_inodes
 from twopool_testing.tiny_model import Reference
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORKER_FLAGS = (
     *("--max-num-batched-tokens", "32", "--block-size", "16", "--kv-cache-memory", str(16 * 1024 * 1024)),
@@ -92,14 +95,6 @@ def restart(cluster: Cluster, reference: Reference, name: str) -> None:
     assert cluster.token_ids(ids, max_tokens=NUM_TOKENS) == reference.greedy(ids, NUM_TOKENS)
 
 
-def test_a_killed_rank_takes_its_worker_along(cluster: Cluster, reference: Reference) -> None:
-    """In the middle of steps; what every run takes of the cases below."""
-    cluster.hold("decode-0", running=0.02)
-    kill_while(cluster, reference, "decode-0", rank=1, after_s=0.3, seed=1)
-    restart(cluster, reference, "decode-0")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize(
@@ -116,7 +111,6 @@ def test_kill_each_process_at_each_moment(
     restart(cluster, reference, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_kill_each_process_while_idle(cluster: Cluster, reference: Reference, name: str, rank: int) -> None:
@@ -126,7 +120,6 @@ def test_kill_each_process_while_idle(cluster: Cluster, reference: Reference, na
     restart(cluster, reference, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_kill_each_process_during_a_transfer(cluster: Cluster, reference: Reference, name: str, rank: int) -> None:
@@ -137,7 +130,6 @@ def test_kill_each_process_during_a_transfer(cluster: Cluster, reference: Refere
     restart(cluster, reference, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("after_s", [0.05, 0.3, 0.8, 1.5, 2.5])
 def test_kill_each_process_while_it_loads(cluster: Cluster, after_s: float, rank: int) -> None:
@@ -154,7 +146,6 @@ def test_kill_each_process_while_it_loads(cluster: Cluster, after_s: float, rank
     cluster.wait_metric("twopool_workers_ready", 3)
 
 
-@pytest.mark.slow
 def test_a_rank_that_stands_still(cluster: Cluster, reference: Reference) -> None:
     """It lives and says nothing: seen within SILENCE_S, in a step or not."""
     worker = cluster.workers["decode-0"]
@@ -171,7 +162,6 @@ def test_a_rank_that_stands_still(cluster: Cluster, reference: Reference) -> Non
     restart(cluster, reference, "decode-0")
 
 
-@pytest.mark.slow
 def test_a_leader_that_stands_still_comes_back_with_its_ranks(cluster: Cluster, reference: Reference) -> None:
     """Longer than a silent rank may be: a stopped leader hears nobody, and blames nobody."""
     worker = cluster.workers["decode-0"]
@@ -190,7 +180,6 @@ def test_a_leader_that_stands_still_comes_back_with_its_ranks(cluster: Cluster, 
     cluster.assert_balanced()
 
 
-@pytest.mark.slow
 def test_a_terminal_signals_every_process(tiny_model: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches the ranks too: they stay until their leader has drained."""
     with running_cluster(tiny_model, tmp_path, worker_flags=WORKER_FLAGS) as pair:

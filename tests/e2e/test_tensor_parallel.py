@@ -1,7 +1,9 @@
 """Pools of different sizes: whatever the degrees of both sides, the tokens are transformers', in fp32."""
 
+import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,8 +73,29 @@ def test_two_ranks_prefill_and_three_decode(uneven: Cluster, reference: Referenc
     assert [stack[role][0]["tensor_parallel_size"] for role in ("prefill", "decode")] == [2, 3]
 
 
+def test_a_killed_rank_takes_its_worker_along(uneven: Cluster, reference: Reference) -> None:
+    """Within 2 s nothing of it is left, and requests under way are answered right; ``test_rank_failures.py`` has more.
+
+    After the test above, in one cluster: the decode worker prefills for itself from now on.
+    """
+    worker = uneven.workers["prefill-0"]
+    pids = [worker.pid, *rank_pids(worker.pid)]
+    inodes = shared_inodes(pids)
+    prompts = [prompt(3 * CHUNK, seed) for seed in range(50, 54)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(uneven.token_ids, ids, max_tokens=16) for ids in prompts]
+        time.sleep(0.03)
+        os.kill(pids[1], signal.SIGKILL)
+        assert uneven.workers.pop("prefill-0").wait(2) == 1
+        assert_gone(pids, inodes, within_s=2)
+        for ids, answer in zip(prompts, answers, strict=True):
+            assert answer.result(timeout=30) == reference.greedy(ids, 16)
+    assert "rank 1 of 2 ended with signal SIGKILL" in worker.log_text()
+    uneven.assert_balanced()
+
+
 def test_sigterm_leaves_nothing(uneven: Cluster) -> None:
-    """After the test above, in one cluster: a worker that drains takes its ranks along, and all of their memory."""
+    """After the tests above, in one cluster: a worker that drains takes its ranks along, and all of their memory."""
     worker = uneven.workers.pop("decode-0")
     pids = [worker.pid, *rank_pids(worker.pid)]
     assert len(pids) == 3
