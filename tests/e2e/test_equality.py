@@ -1,6 +1,9 @@
 """What a pair of workers answers is what transformers generates, token for token, in fp32."""
 
+import json
 import random
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,9 +54,14 @@ def test_prefixes_of_every_cached_length(pair: Cluster, reference: Reference) ->
 def test_cached_tokens_are_what_prefill_did_not_compute(pair: Cluster) -> None:
     """X-pd-cached-tokens: what was transferred does not count as cached."""
     ids = prompt(100, seed=11)
-    usages = [pair.complete(ids, max_tokens=2)["usage"] for _ in range(2)]
+    answers = [pair.complete(ids, max_tokens=2, timings=True) for _ in range(2)]
+    usages = [answer["usage"] for answer in answers]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 96]
     assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == [(100, 2)] * 2
+    cold, cached = [answer["timings"] for answer in answers]
+    assert cold["cached_tokens"] == {"prefill": 0, "peer": 0, "decode": 0}
+    assert cached["cached_tokens"] == {"prefill": 96, "peer": 0, "decode": 96}
+    assert cached["kv_bytes_moved"] == bytes_per_block() < cold["kv_bytes_moved"]
 
 
 def test_one_token(pair: Cluster, reference: Reference) -> None:
@@ -136,3 +144,49 @@ def test_streams_give_the_same_text(pair: Cluster) -> None:
             events = list(pair.stream("/v1/completions", fields))
             assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
             assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["length"]
+
+
+def test_figures_are_true_after_all_clients_left_at_once(pair: Cluster) -> None:
+    """MET-01: without a further step or request the workers report that they are idle; then they are given work."""
+    body = {"prompt": prompt(100, seed=50), "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    clients = [socket.create_connection(("127.0.0.1", pair.client.base_url.port or 0)) for _ in range(12)]
+    for client in clients:
+        client.sendall(head + data)
+    for client in clients:
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+    for client in clients:
+        client.close()
+    for name in ("worker_running", "worker_waiting", "router_requests_in_flight", "attempts_in_flight", "queue_length"):
+        pair.wait_metric(f"twopool_{name}", 0, timeout_s=3)
+    pair.assert_balanced()
+    assert pair.complete(prompt(100, seed=51), max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_the_routers_ttft_is_the_clients(pair: Cluster) -> None:
+    """MET-03: a delay before the first token is in the histogram; one observation a request, whatever its choices."""
+    names = [
+        f"twopool_{name}_{part}"
+        for name in ("time_to_first_token_seconds", "request_seconds")
+        for part in ("sum", "count")
+    ]
+    pair.hold("prefill-0", pinned=0.3)
+    try:
+        before = [pair.metric_sum(name) for name in names]
+        seen_s = 0.0
+        for seed in range(3):
+            body = {"model": "m", "prompt": prompt(40, seed=60 + seed), "n": 2, "max_tokens": 4, "ignore_eos": True}
+            asked_s = time.monotonic()
+            events = pair.stream("/v1/completions", body)
+            next(events)
+            seen_s += time.monotonic() - asked_s
+            list(events)
+        ttft_s, num_ttft, total_s, num_total = (
+            pair.metric_sum(name) - old for name, old in zip(names, before, strict=True)
+        )
+    finally:
+        pair.hold("prefill-0")
+    assert num_ttft == num_total == 3
+    assert 3 * 0.3 <= ttft_s <= seen_s <= total_s + 3 * 0.1
+    assert seen_s - ttft_s < 0.3
