@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,12 @@ import torch
 from twopool.kernels.collectives import SharedMemoryCollective, create_segment
 from twopool.kernels.native_step import native_available
 from twopool.protocol.errors import CollectiveError
+from twopool_testing.rank_process import MAX_BYTES, check
 from twopool_testing.ranks import on_every_rank, shared_collectives
 
 UNAVAILABLE = native_available()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no native library: {UNAVAILABLE}")
 
-MAX_BYTES = 4096
 PEER = Path(__file__).parents[2] / "support" / "twopool_testing" / "rank_process.py"
 
 
@@ -154,13 +153,6 @@ def test_closed_collectives_say_so() -> None:
     second.abort()
 
 
-@pytest.fixture
-def segment() -> Iterator[int]:
-    fd = create_segment(3, MAX_BYTES)
-    yield fd
-    os.close(fd)
-
-
 def _start(kind: str, rank: int, size: int, place: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", str(PEER), kind, str(rank), str(size), str(place)],
@@ -170,32 +162,28 @@ def _start(kind: str, rank: int, size: int, place: int) -> subprocess.Popen[str]
     )
 
 
-def _run_processes(kind: str, size: int, place: int) -> None:
-    processes = [_start(kind, rank, size, place) for rank in range(size)]
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0] * size
-    assert len({output[0] for output in outputs}) == 1, "every rank has the same bits"
-    assert [output[1] for output in outputs] == ["gathered"] + ["nothing"] * (size - 1)
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
-def test_three_processes(segment: int) -> None:
-    _run_processes("shared", 3, segment)
-
-
-def test_a_killed_process_is_not_waited_for_once_somebody_says_so(segment: int) -> None:
-    leader = SharedMemoryCollective(segment, 0, 3, MAX_BYTES, timeout_s=60)
-    peers = [_start("shared-waits", rank, 3, segment) for rank in (1, 2)]
+def test_three_processes_one_of_which_is_killed() -> None:
+    """All get the same bits; the survivors stop as soon as somebody says so, as a worker's watch does."""
+    fd = create_segment(3, MAX_BYTES)
+    leader = SharedMemoryCollective(fd, 0, 3, MAX_BYTES, timeout_s=60)
+    peers = [_start("shared", rank, 3, fd) for rank in (1, 2)]
+    os.close(fd)
     try:
-        for peer in peers:
-            assert peer.stdout is not None and peer.stdout.readline() == "ready\n"
+        digest = check(leader)
+        assert [_line(peer) for peer in peers] == [digest, digest]
         peers[0].send_signal(signal.SIGKILL)
         peers[0].wait(10)
-        watch = threading.Timer(0.2, leader.abort)  # what a worker does when a rank's process ends
+        watch = threading.Timer(0.2, leader.abort)
         watch.start()
         with pytest.raises(CollectiveError):
-            for _ in range(2):  # it may have come to one meeting before it died
+            for _ in range(2):  # the dead one may have come to one meeting
                 leader.barrier()
-        assert peers[1].wait(10) == 3, "the other rank ended by the error, not by its time-out"
+        assert peers[1].wait(10) == 3, "it ended by the error, not by its time-out"
         watch.join()
     finally:
         for peer in peers:
@@ -204,4 +192,7 @@ def test_a_killed_process_is_not_waited_for_once_somebody_says_so(segment: int) 
 
 
 def test_two_processes_over_gloo(unused_tcp_port: int) -> None:
-    _run_processes("gloo", 2, unused_tcp_port)
+    processes = [_start("gloo", rank, 2, unused_tcp_port) for rank in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] != ""
