@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from twopool.engine import handshake
+from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import KvTransport, PeerLink
 from twopool.protocol.codec import encode, source_to_reader_decoder
 from twopool.protocol.errors import ProtocolError, TransferError
@@ -71,7 +72,9 @@ class SourceLinks:
         identity: Callable[[], PeerIdentity],
         handler: ReaderHandler,
         on_ready_change: Callable[[], None],
+        faults: FaultPoints | None = None,
     ) -> None:
+        self.faults = faults or FaultPoints(None)
         self.security = security
         self.transport = transport
         self.compatibility_hash = compatibility_hash
@@ -195,7 +198,8 @@ class SourceLink:
             on_lost=lambda: _resolve(self._lost, None),
         )
         await self._unless_lost(self._connected, CONNECT_TIMEOUT_S)
-        self.send(handshake.hello(self._owner.compatibility_hash, self._owner.identity()))
+        if await self._owner.faults.reached("hello"):
+            self.send(handshake.hello(self._owner.compatibility_hash, self._owner.identity()))
         identity = await self._unless_lost(self._welcome, HANDSHAKE_TIMEOUT_S)
         if PeerRef(identity.worker_id, identity.epoch) != self.ref:
             raise ProtocolError(f"{self._address} is {identity.worker_id} of another epoch, not {self.ref.worker_id}")

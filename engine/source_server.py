@@ -4,6 +4,7 @@ A reader connects, says hello, and from then on sends ``Prefill``, ``Confirm`` a
 connection is lost is reported once; what was held for it is the role's to give back.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from twopool.engine import handshake
+from twopool.kv_transfer.fault_points import FaultPoints, end_process
 from twopool.protocol.codec import encode, reader_to_source_decoder
 from twopool.protocol.endpoints import tcp_address
 from twopool.protocol.errors import ProtocolError
@@ -76,7 +78,9 @@ class SourceServer:
         compatibility_hash: str,
         identity: Callable[[], PeerIdentity],
         handler: SourceHandler,
+        faults: FaultPoints | None = None,
     ) -> None:
+        self._faults = faults or FaultPoints(None)
         self.num_rejected_messages = 0
         self.num_refused = 0
         self._compatibility_hash = compatibility_hash
@@ -128,6 +132,17 @@ class SourceServer:
         self._last_hello_s = time.monotonic()
         self._readers[connection] = Reader(connection, peer, self)
         logger.info("reader connected", extra={"worker_id": peer.worker_id})
+        fault = self._faults.take("welcome")
+        if fault is None:
+            self._welcome(connection)
+            return
+        end_process(fault)
+        if fault.action == "refuse":
+            self.send(connection, PeerRefused("refused on purpose"))
+        elif fault.action == "delay":
+            asyncio.get_running_loop().call_later(fault.seconds, self._welcome, connection)
+
+    def _welcome(self, connection: bytes) -> None:
         self.send(connection, handshake.welcome(self._compatibility_hash, self._identity()))
 
     def _on_lost(self, connection: bytes) -> None:

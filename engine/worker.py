@@ -197,6 +197,7 @@ class WorkerHost:
             compatibility_hash=model.compatibility_hash,
             identity=self._identity,
             handler=self.role,
+            faults=self.faults,
         )
         self.sources = SourceLinks(
             security=self._security,
@@ -205,6 +206,7 @@ class WorkerHost:
             identity=self._identity,
             handler=self.role,
             on_ready_change=lambda: self.routers.heartbeat_now(),
+            faults=self.faults,
         )
         self.routers = RouterLinks(
             config.router,

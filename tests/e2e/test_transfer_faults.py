@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from twopool.protocol.messages import PeerRef
 from twopool_testing.in_process import InProcessCluster, expected, running
 
 NAMES = ("prefill-0", "decode-0", "decode-1")
 HANG_S = 5.0
-TRANSPORTS = ("local", "same-host", "tcp")
+TRANSPORTS = ("local", "mapped", "same-host", "tcp")
+"""Within this process; mapped pools of one host; what NIXL takes on one host; TCP."""
 
 # Where a fault may happen, on which worker, and which faults make sense there.
 MESSAGE_FAULTS = ("delay:0.2", "drop", "refuse")
@@ -33,6 +35,12 @@ POINTS = {
     "prefill-0 pinned": MESSAGE_FAULTS,
     "prefill-0 confirmed": MESSAGE_FAULTS,
 }
+HANDSHAKE_POINTS = {
+    "decode-0 hello": MESSAGE_FAULTS,
+    "prefill-0 welcome": MESSAGE_FAULTS,
+    "decode-0 canary": READ_FAULTS,
+}
+HANDSHAKE_CASES = [(place, fault) for place, faults in HANDSHAKE_POINTS.items() for fault in faults]
 CASES = [(place, fault) for place, faults in POINTS.items() for fault in faults]
 
 
@@ -49,6 +57,7 @@ async def cluster(
     transport = "local" if request.param == "local" else "nixl"
     ucx_tls = "tcp" if request.param == "tcp" else None
     fields = {"kv_transport": transport, "ucx_tls": ucx_tls, "kv_verify": "all", "kv_quarantine_s": 0.2}
+    fields["kv_same_host"] = "map" if request.param == "mapped" else "nixl"
     async with running(tmp_path, NAMES, **fields, drain_timeout_s=1.0) as cluster:
         yield cluster
 
@@ -72,6 +81,44 @@ async def check(cluster: InProcessCluster, place: str, fault: str, seed: int) ->
     await cluster.until_balanced()
 
 
+async def check_handshake(cluster: InProcessCluster, place: str, fault: str, seed: int) -> None:
+    """A link is made anew and meets the fault: requests are answered meanwhile, and the link stands in the end."""
+    worker, point = place.split()
+    await cluster.until_linked()
+    reader = cluster.workers["decode-0"].host
+    source = cluster.workers["prefill-0"].host
+    cluster.workers[worker].faults(f"{point}={fault}*1")
+    reader.sources.quarantine(PeerRef(source.worker_id, source.pool.epoch), 0.01)
+    prompts = [prompt(seed), prompt(seed + 1, 40)]
+    answers = await asyncio.gather(*(cluster.ask(ids, 6, timeout_s=HANG_S) for ids in prompts))
+    assert answers == [expected(ids, 6) for ids in prompts], f"{place}={fault}"
+    happened = cluster.workers[worker].host.faults
+    await cluster.until(lambda: happened.num_happened, f"{place}={fault} to happen")
+    await cluster.until_linked()
+    await cluster.until_balanced()
+    cluster.workers[worker].faults()
+    cluster.forgive()
+    cluster.use_only("decode-0", "prefill-0")
+    assert await cluster.ask(prompts[0][1:], 4, timeout_s=HANG_S) == expected(prompts[0][1:], 4), f"{place}={fault}"
+    cluster.use_only(*NAMES)
+    await cluster.until_balanced()
+
+
+@pytest.mark.parametrize("cluster", ["mapped"], indirect=True)
+async def test_a_wrong_canary_and_a_refusal_are_counted(cluster: InProcessCluster) -> None:
+    refused = cluster.workers["decode-0"].host.sources
+    for number, (place, fault) in enumerate([("decode-0 canary", "corrupt"), ("decode-0 hello", "refuse")]):
+        await check_handshake(cluster, place, fault, 1000 + 10 * number)
+        assert refused.num_refused == number + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_each_fault_in_the_handshake(cluster: InProcessCluster) -> None:
+    for seed, (place, fault) in enumerate(HANDSHAKE_CASES):
+        await check_handshake(cluster, place, fault, 10 * seed)
+
+
 @pytest.mark.parametrize("cluster", ["local"], indirect=True)
 async def test_each_fault_in_each_state(cluster: InProcessCluster) -> None:
     """PD-01, PD-11: the same cluster takes every fault, one after the other."""
@@ -82,7 +129,7 @@ async def test_each_fault_in_each_state(cluster: InProcessCluster) -> None:
     assert cluster.workers["decode-0"].host.sources.num_quarantined >= 1
 
 
-@pytest.mark.parametrize("cluster", ["same-host", "tcp"], indirect=True)
+@pytest.mark.parametrize("cluster", ["mapped", "tcp"], indirect=True)
 @pytest.mark.parametrize("place", ["decode-0 read", "decode-0 confirming", "prefill-0 pinned"])
 async def test_faults_over_nixl(cluster: InProcessCluster, place: str) -> None:
     for seed, fault in enumerate(POINTS[place]):
@@ -91,7 +138,7 @@ async def test_faults_over_nixl(cluster: InProcessCluster, place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cluster", ["same-host", "tcp"], indirect=True)
+@pytest.mark.parametrize("cluster", ["mapped", "same-host", "tcp"], indirect=True)
 async def test_each_fault_in_each_state_over_nixl(cluster: InProcessCluster) -> None:
     for seed, (place, fault) in enumerate(CASES):
         await check(cluster, place, fault, 10 * seed)
@@ -139,7 +186,9 @@ async def test_rounds_of_random_faults(cluster: InProcessCluster) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("cluster", "number"), [("local", 700), ("same-host", 200), ("tcp", 100)], indirect=["cluster"]
+    ("cluster", "number"),
+    [("local", 500), ("mapped", 300), ("same-host", 100), ("tcp", 100)],
+    indirect=["cluster"],
 )
 async def test_a_thousand_rounds_of_random_faults(cluster: InProcessCluster, number: int) -> None:
     await rounds(cluster, number, seed=2)

@@ -21,8 +21,10 @@ WORKER_FLAGS = (
 END_WITHIN_S = 5.0
 POINTS = ("decode-0 read", "prefill-0 pinned", "decode-0 confirming", "decode-0 fetching", "prefill-0 accepting")
 QUICK = ("decode-0 read", "prefill-0 pinned")
+PATHS = {"mapped": (), "same-host": ("--kv-same-host", "nixl"), "tcp": ("--ucx-tls", "tcp")}
 CASES = [
-    pytest.param(point, fault, marks=() if point in QUICK else pytest.mark.slow)
+    pytest.param(path, point, fault, marks=() if point in QUICK and path != "same-host" else pytest.mark.slow)
+    for path in PATHS
     for point in POINTS
     for fault in ("stop", "kill")
 ]
@@ -32,16 +34,16 @@ def prompt(seed: int, length: int = 100) -> list[int]:
     return random.Random(seed).choices(range(3, 360), k=length)
 
 
-@pytest.fixture(scope="module", params=["same-host", "tcp"])
+@pytest.fixture(scope="module")
 def three(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    flags = (*WORKER_FLAGS, "--ucx-tls", "tcp") if request.param == "tcp" else WORKER_FLAGS
+    flags = (*WORKER_FLAGS, *PATHS[request.param])
     with running_cluster(tiny_model, tmp_path_factory.mktemp(request.param), decode=2, worker_flags=flags) as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize(("place", "fault"), CASES)
+@pytest.mark.parametrize(("three", "place", "fault"), CASES, indirect=["three"])
 def test_a_worker_stops_or_dies(three: Cluster, reference: Reference, place: str, fault: str) -> None:
     """PD-03, PD-25, X-pd-prefill-death-recover: quarantined reads from a stopped peer excepted, all comes back."""
     name, point = place.split()
