@@ -283,7 +283,8 @@ class IncomingKv:
                 units=units,
             )
         )
-        wrong = (ours != theirs.reshape(len(units), num_heads)[:, source_columns(ranks, sources)]).any(axis=1)
+        columns = source_columns(ranks, sources, spread=self._worker.transport.spread)
+        wrong = (ours != theirs.reshape(len(units), num_heads)[:, columns]).any(axis=1)
         if wrong.any():
             raise CorruptKvError(f"{int(wrong.sum())} of {len(units)} checked units arrived changed")
         token_bytes = self._block_bytes // (ranks[0].block_size * self._worker.num_layers)

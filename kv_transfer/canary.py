@@ -32,7 +32,7 @@ def fill_canary(pool: torch.Tensor, geometry: KvGeometry, block: int, epoch: Epo
 
 def canary_plan(plan: LayoutPlan) -> LayoutPlan:
     """``plan`` with a single local block, where canary reads land, in the peer's dtype: its bytes are no numbers."""
-    return plan_layout(_landing(plan), plan.remotes)
+    return plan_layout(_landing(plan), plan.remotes, spread=plan.spread)
 
 
 def canary_request(plan: LayoutPlan, canary_block: int) -> FetchRequest:
@@ -53,7 +53,7 @@ def wrong_canary_ranks(plan: LayoutPlan, epoch: Epoch, landed: Bytes) -> list[in
     ``landed`` (uint8) begins with our block 0 in their dtype; it was read by ``canary_request``. ``epoch`` is
     the peer's.
     """
-    one_block = plan_layout(_landing(plan), [replace(r, num_blocks=1) for r in plan.remotes])
+    one_block = plan_layout(_landing(plan), [replace(r, num_blocks=1) for r in plan.remotes], spread=plan.spread)
     wrong: set[int] = set()
     for runs in one_block.runs(canary_request(one_block, 0)):
         remote = plan.remotes[runs.rank]

@@ -1,6 +1,7 @@
 """Making a transport by name."""
 
 import asyncio
+import zlib
 
 import torch
 
@@ -65,6 +66,7 @@ def create_transport(
         geometry=geometry,
         epoch=epoch,
         convert_dtype=convert_dtype,
+        spread=zlib.crc32(agent_name.encode()),
         loop=loop,
     )
 

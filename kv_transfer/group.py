@@ -75,6 +75,7 @@ class GroupTransport:
 
     def __init__(self, local: KvTransport, ports: Sequence[RankPort]) -> None:
         self.name = local.name
+        self.spread = local.spread
         self._local = local
         self._ports = tuple(ports)
         self._numbers = itertools.count()

@@ -121,6 +121,8 @@ class KvTransport(Protocol):
     """A worker's end of KV movement, both as reader (``connect``, ``fetch``) and as source (``describe``)."""
 
     name: str
+    spread: int
+    """of all ranks' ``plan_layout``"""
 
     def describe(self) -> tuple[RankPool, ...]:
         """The pool of each rank for ``PeerIdentity.ranks``; the same at every call."""

@@ -95,6 +95,7 @@ class LayoutPlan:
     local: KvGeometry
     remotes: tuple[KvGeometry, ...]
     head_runs: tuple[HeadRun, ...]
+    spread: int
 
     @property
     def ranks(self) -> list[int]:
@@ -215,11 +216,13 @@ class LayoutPlan:
         )
 
 
-def plan_layout(local: KvGeometry, remotes: Sequence[KvGeometry], *, convert_dtype: bool = False) -> LayoutPlan:
+def plan_layout(
+    local: KvGeometry, remotes: Sequence[KvGeometry], *, convert_dtype: bool = False, spread: int = 0
+) -> LayoutPlan:
     """The plan by which the rank with pool ``local`` reads from a peer whose ranks have ``remotes``.
 
     Pools of unequal dtypes are mapped only with ``convert_dtype``. A head that several remote ranks hold is read
-    from one of them, chosen by our own rank so that the readers spread evenly.
+    from one of them: our ranks take them in turn, from one on that ``spread`` says, which workers differ in.
     Raises ``TransferError``, naming both sides' values, where the pools cannot be mapped.
     """
     for rank, remote in enumerate(remotes):
@@ -228,10 +231,12 @@ def plan_layout(local: KvGeometry, remotes: Sequence[KvGeometry], *, convert_dty
             first, here = getattr(remotes[0], name), getattr(remote, name)
             if here != first:
                 raise TransferError(f"the peer's ranks differ in {name}: {first} on rank 0, {here} on rank {rank}")
-    return LayoutPlan(local, tuple(remotes), tuple(_head_runs(local, remotes)))
+    return LayoutPlan(local, tuple(remotes), tuple(_head_runs(local, remotes, spread)), spread)
 
 
-def source_columns(readers: Sequence[KvGeometry], sources: Sequence[KvGeometry]) -> npt.NDArray[np.int32]:
+def source_columns(
+    readers: Sequence[KvGeometry], sources: Sequence[KvGeometry], *, spread: int = 0
+) -> npt.NDArray[np.int32]:
     """``[heads of all readers]`` int32: where among all heads of the source's ranks each of ours is read from.
 
     Replicas of a head may differ in the last bit, so it matters which one a rank reads.
@@ -240,7 +245,7 @@ def source_columns(readers: Sequence[KvGeometry], sources: Sequence[KvGeometry])
     columns = [
         first_columns[run.rank] + run.remote_head + np.arange(run.num_heads)
         for reader in readers
-        for run in _head_runs(reader, sources)
+        for run in _head_runs(reader, sources, spread)
     ]
     return np.concatenate(columns).astype(np.int32)
 
@@ -267,7 +272,7 @@ def _check_pair(local: KvGeometry, remote: KvGeometry, rank: int, convert_dtype:
             raise TransferError(f"a pool of {pool.num_blocks} blocks has more runs than an int32 can count")
 
 
-def _head_runs(local: KvGeometry, remotes: Sequence[KvGeometry]) -> list[HeadRun]:
+def _head_runs(local: KvGeometry, remotes: Sequence[KvGeometry], spread: int) -> list[HeadRun]:
     runs: list[HeadRun] = []
     for local_head in range(local.num_kv_heads_local):
         head = local.kv_head_start + local_head
@@ -279,7 +284,7 @@ def _head_runs(local: KvGeometry, remotes: Sequence[KvGeometry]) -> list[HeadRun
         if not holders:
             held = ", ".join(f"{r.kv_head_start}..{r.kv_head_start + r.num_kv_heads_local - 1}" for r in remotes)
             raise TransferError(f"KV head {head} is needed here, but the peer's ranks hold heads {held}")
-        rank = holders[local.tp_rank % len(holders)]
+        rank = holders[(local.tp_rank + spread) % len(holders)]
         remote_head = head - remotes[rank].kv_head_start
         if runs and runs[-1].rank == rank and runs[-1].remote_head + runs[-1].num_heads == remote_head:
             last = runs.pop()

@@ -49,12 +49,15 @@ class RankTransport:
         geometry: KvGeometry,
         epoch: Epoch,
         convert_dtype: bool = False,
+        spread: int = 0,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """``pool`` is the flat uint8 view, registered with ``agent``; writes the canary of ``epoch`` into its last
-        block. KV of another dtype is converted if ``convert_dtype``, else refused.
+        block. KV of another dtype is converted if ``convert_dtype``, else refused. ``spread``: see
+        ``plan_layout``.
         """
         self.name = name
+        self.spread = spread
         canary_block = geometry.num_blocks - NUM_RESERVED_BLOCKS
         fill_canary(pool, geometry, canary_block, epoch)
         self._pool = pool
@@ -134,7 +137,9 @@ class RankTransport:
                     f"{peer.worker_id} rank {rank}: canary block {pool.canary_block} of {pool.geometry.num_blocks}"
                 )
         geometries = [pool.geometry for pool in peer.ranks]
-        return plan_layout(self._description.geometry, geometries, convert_dtype=self._convert_dtype)
+        return plan_layout(
+            self._description.geometry, geometries, convert_dtype=self._convert_dtype, spread=self.spread
+        )
 
     async def _open(self, peer: PeerIdentity, plan: LayoutPlan) -> Link:
         """The open link to this life of the peer, loading its ranks if there is none."""

@@ -87,6 +87,7 @@ class FakeHandle:
 @dataclass
 class FakeTransport:
     memory: torch.Tensor
+    spread: int = 0
     handles: list[FakeHandle] = field(default_factory=list)
     requests: list[FetchRequest] = field(default_factory=list)
 

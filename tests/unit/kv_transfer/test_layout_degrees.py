@@ -144,16 +144,25 @@ def test_replicas_share_the_load(source: int, reader: int, num_kv_heads: int) ->
         assert sum(loads) == sum(chosen.values()) and max(loads) - min(loads) <= 1
 
 
-@pytest.mark.parametrize(("source", "reader"), [(1, 2), (2, 1), (2, 3), (4, 2), (3, 4)])
-def test_columns_say_which_replica_was_read(source: int, reader: int) -> None:
+def test_readers_of_one_rank_read_from_different_replicas() -> None:
+    """Many small decode workers beside a wide prefill worker: their names decide."""
+    remotes = ranks_of(geometry(1, 16), 4)
+    chosen = [plan_layout(geometry(1, 16), remotes, spread=spread).ranks for spread in range(8)]
+    assert sorted(chosen) == sorted([[rank] for rank in range(4)] * 2)
+    assert plan_layout(geometry(1, 16), remotes, spread=2**32 - 1).ranks == [3]
+
+
+@pytest.mark.parametrize("spread", [0, 5])
+@pytest.mark.parametrize(("source", "reader"), [(1, 2), (2, 1), (2, 3), (4, 2), (3, 4), (6, 1)])
+def test_columns_say_which_replica_was_read(source: int, reader: int, spread: int) -> None:
     """Checksums of all ranks of a source side by side: each of ours is compared with the one of its own bytes."""
     remotes, readers = ranks_of(geometry(3, 16), source), ranks_of(geometry(3, 16), reader)
     labels = [(rank.tp_rank, head) for rank in remotes for head in range(rank.num_kv_heads_local)]
-    columns = source_columns(readers, remotes)
+    columns = source_columns(readers, remotes, spread=spread)
     wanted = [
         (run.rank, run.remote_head + index)
         for local in readers
-        for run in plan_layout(local, remotes).head_runs
+        for run in plan_layout(local, remotes, spread=spread).head_runs
         for index in range(run.num_heads)
     ]
     assert [labels[column] for column in columns.tolist()] == wanted
