@@ -40,7 +40,9 @@ async def pair(args: argparse.Namespace) -> list[Row]:
         link = await transport.connect(peer, timeout_s=TIMEOUT_S)
         num_tokens = min(2048, (local.num_blocks - 1) * local.block_size, (remote.num_blocks - 1) * remote.block_size)
         groups = [local.num_layers * g // args.layer_groups for g in range(args.layer_groups + 1)]
-        source, target = (make_pool(local.pool_bytes, torch.device("cpu")).numpy() for _ in range(2))
+        source, target = (
+            make_pool(max(local.pool_bytes, remote.pool_bytes), torch.device("cpu")).numpy() for _ in range(2)
+        )
         seconds: list[float] = []
         copies: list[float] = []
         reports: list[FetchReport] = []
@@ -62,7 +64,7 @@ async def pair(args: argparse.Namespace) -> list[Row]:
     taken, copied = statistics.median(seconds), statistics.median(copies)
     rows.append(
         {
-            "op": f"{num_tokens} tokens, {remote.block_size} -> {local.block_size} a block, {args.layer_groups} groups",
+            "op": f"{num_tokens} tokens, {_shown(remote)} -> {_shown(local)}, {args.layer_groups} groups",
             "block_bytes": local.block_bytes,
             "num_ranges": sum(report.num_ranges for report in reports),
             "num_posts": sum(report.num_posts for report in reports),
@@ -73,6 +75,10 @@ async def pair(args: argparse.Namespace) -> list[Row]:
         }
     )
     return rows
+
+
+def _shown(geometry: KvGeometry) -> str:
+    return f"{geometry.block_size} a block {geometry.dtype}"
 
 
 def _changed(text: str) -> KvGeometry:

@@ -116,6 +116,7 @@ def make_transport(
         backend=args.nixl_backend,
         ucx_tls=args.ucx_tls,
         map_same_host=maps_same_host(args),
+        convert_dtype=True,
         loop=asyncio.get_running_loop(),
     )
     identity = PeerIdentity(
