@@ -14,7 +14,8 @@ from twopool.protocol.messages import RankPool
 
 
 class FaultyAgent:
-    """Stands before ``agent``. READs into ``pool`` are point ``read``, all others (handshakes) point ``canary``."""
+    """Stands before ``agent``. READs into ``pool`` are point ``read``, all others (handshakes, KV to
+    convert) point ``canary``."""
 
     def __init__(self, agent: ReadAgent, faults: FaultPoints, pool: torch.Tensor) -> None:
         self.name = agent.name
