@@ -49,7 +49,9 @@ def check_request(request: EngineRequest, config: SchedulerConfig, max_len: int)
     _check_finite(request)
 
 
-def make_state(request: EngineRequest, *, arrival: int, max_len: int, reservation: Reservation | None) -> RequestState:
+def make_state(
+    request: EngineRequest, *, arrival: int, number: int, max_len: int, reservation: Reservation | None
+) -> RequestState:
     outputs = {}
     num_top = request.sampling.prompt_logprobs
     is_new = not any(state.output_ids for state in request.choices)
@@ -59,6 +61,7 @@ def make_state(request: EngineRequest, *, arrival: int, max_len: int, reservatio
     return RequestState(
         key=request.key,
         arrival=arrival,
+        number=number,
         num_prompt=len(request.prompt_ids),
         sampling=request.sampling,
         salt=request.salt,

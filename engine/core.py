@@ -156,7 +156,7 @@ class Engine:
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{self._config.max_waiting} requests wait for this worker already.")
         self._refuse_if_starved()
-        state = make_state(request, arrival=self._next_arrival(), max_len=self._max_len, reservation=None)
+        state = self._make_state(request, None)
         state.sequences = make_sequences(state, request)
         self._claim_blocks(state)
         self._requests[request.key] = state
@@ -181,7 +181,7 @@ class Engine:
         choices, the next ``StepOutput`` says so. Raises ``ValueError``, taking nothing over, when the parts do not fit.
         """
         self._require_new(request.key)
-        state = make_state(request, arrival=self._next_arrival(), max_len=self._max_len, reservation=reservation)
+        state = self._make_state(request, reservation)
         state.sequences = sequences = make_sequences(state, request)
         if len(sequences) != 1 or len(block_table) != blocks_for(sequences[0].num_tokens, self._pool.block_size):
             raise ValueError(f"{len(block_table)} blocks do not hold the tokens of {request.key}")
@@ -444,6 +444,7 @@ class Engine:
             pool.release(held)
             raise
         sequence.append_blocks(held)
+        state.missing_tokens = sequence.num_tokens - len(held) * pool.block_size
         for other in state.sequences[1:]:
             other.preempted = True  # the claim may not suffice for all: treated like one that lost its blocks
 
@@ -455,9 +456,15 @@ class Engine:
         if self._scheduler.starved:
             raise OverloadedError("Running requests wait for KV blocks on this worker.")
 
-    def _next_arrival(self) -> int:
+    def _make_state(self, request: EngineRequest, reservation: Reservation | None) -> RequestState:
         self._num_arrivals += 1
-        return self._num_arrivals
+        return make_state(
+            request,
+            arrival=self._num_steps,
+            number=self._num_arrivals,
+            max_len=self._max_len,
+            reservation=reservation,
+        )
 
     def _check_pool(self) -> None:
         now = time.monotonic()

@@ -1,8 +1,10 @@
 """Which sequences advance in the next step, and which give way when KV blocks run out.
 
 Running decodes go first, a token each; what is left of the step's budget goes to prefills, chunk by chunk, in order of
-arrival. When a decode needs a block and there is none, the latest arrival gives up its blocks and computes them anew
-later; the earliest never does, and alone it always fits, so there is always progress.
+arrival; of those that came during the same step the shortest first. So a short prompt does not wait for a long one that
+came no earlier, and nobody waits for what came later. When a decode needs a block and there is none, the latest arrival
+gives up its blocks and computes them anew later; the earliest never does, and alone it always fits, so there is always
+progress.
 """
 
 import bisect
@@ -210,7 +212,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> tuple[int, int, int, int]:
     return sequence.order
 
 

@@ -79,6 +79,9 @@ class RequestState:
 
     key: AttemptKey
     arrival: int
+    """steps computed before it came: what comes within one step comes at once, as far as the next one can tell"""
+    number: int
+    """ascending in the order of coming"""
     num_prompt: int
     sampling: SamplingParams
     salt: bytes
@@ -90,6 +93,8 @@ class RequestState:
     sequences: list["Sequence"] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.monotonic)
     first_scheduled_at: float | None = None
+    missing_tokens: int = 0
+    """what had to be computed when it came; does not change, as the order of requests must not"""
     cached_tokens: int = 0
     prefill_reported: bool = False
     """its first tokens are out: what came before them is no longer news"""
@@ -150,9 +155,10 @@ class Sequence:
         """one of ROW_DTYPE; choice and position are filled in for each draw"""
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first and, backwards, who is preempted first."""
-        return (self.request.arrival, self.choices[0])
+    def order(self) -> tuple[int, int, int, int]:
+        """Who goes first and, backwards, who is preempted first: by arrival, then by length where that is equal."""
+        request = self.request
+        return (request.arrival, request.missing_tokens, request.number, self.choices[0])
 
     @property
     def token_ids(self) -> Ints:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twopool.engine.requests import EngineRequest
+from twopool.engine.requests import EngineRequest, StepOutput
 from twopool.protocol.errors import OverloadedError
 from twopool.protocol.ids import ChoiceIndex
 from twopool.protocol.messages import SamplingParams
@@ -96,6 +96,42 @@ async def test_chunks_end_on_block_boundaries() -> None:
         assert [report.num_computed for report in reports] == [48, 96]
         assert all(report.block_table == result.block_table for report in reports)
         harness.pool.unpin(result.block_table)
+
+
+async def test_of_prompts_that_come_at_once_the_shortest_goes_first() -> None:
+    async with Harness(max_num_batched_tokens=64, num_blocks=200).running() as harness:
+        cached = request(prompt(160, seed=9), prefill_only=True)
+        harness.pool.unpin((await harness.prefill(cached)).block_table)
+        lengths = [300, 40, 200, 41]
+        ones = [request(prompt(length, seed=length), prefill_only=True) for length in lengths]
+        ones.append(request(prompt(160, seed=9) + prompt(20), prefill_only=True))  # 20 tokens to compute
+        for one in ones:
+            harness.engine.submit(one)
+        await harness.until(lambda: len(harness.prefilled) == 1 + len(ones))
+        order = [key for key in harness.prefilled if key != cached.key]
+        assert order == [ones[index].key for index in (4, 1, 3, 2, 0)]
+        for one in ones:
+            harness.pool.unpin(harness.prefilled[one.key].block_table)
+
+
+async def test_a_long_prompt_is_not_overtaken_by_later_ones() -> None:
+    """However many short ones come while it is computed, it takes its share of every step until it is done."""
+    async with Harness(max_num_batched_tokens=64, num_blocks=400).running() as harness:
+        long = request(prompt(400), prefill_only=True)
+        harness.engine.submit(long)
+        shorts: list[EngineRequest] = []
+
+        def more(output: StepOutput) -> None:
+            if long.key not in harness.prefilled:
+                shorts.append(request(prompt(60, seed=len(shorts)), prefill_only=True))
+                harness.engine.submit(shorts[-1])
+
+        harness.on_step = more
+        await harness.until(lambda: len(harness.prefilled) > 1 and len(harness.prefilled) == 1 + len(shorts))
+        assert next(iter(harness.prefilled)) == long.key
+        assert len(shorts) >= 6
+        for key in (long.key, *(one.key for one in shorts)):
+            harness.pool.unpin(harness.prefilled[key].block_table)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])
