@@ -75,7 +75,12 @@ class _FdReader:
 
     def _scheduled_drain(self) -> None:
         self._scheduled = False
-        self._drain()
+        if not self._closed and self._is_readable():
+            self._drain()
+
+    def _is_readable(self) -> bool:
+        """Costs a fraction of the exception that a read in vain is."""
+        return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
 
     def _drain(self) -> None:
         for _ in range(_MESSAGES_A_TURN):
@@ -88,8 +93,7 @@ class _FdReader:
             except BaseException:
                 self.check()  # a handler's fault is the loop's to report; what waits behind it is read all the same
                 raise
-            # Asking costs a fraction of the exception that says no.
-            if not self._closed and not int(self._socket.get(_EVENTS)) & _POLLIN:
+            if not self._closed and not self._is_readable():
                 return
         self.check()
 

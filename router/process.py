@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _REPLACEMENT_WAIT_S = 10.0
 _REPLACEMENT_POLL_S = 0.02
-_GC_THRESHOLD = 10_000
-"""New container objects between collections: at most about half a millisecond each, where 700 made it one a step."""
+_GC_THRESHOLD = 50_000
+"""New container objects between collections, which take a millisecond or two each; 700 made it one a step."""
 
 
 class _ControlEndpoint:

@@ -143,10 +143,11 @@ def _seed(value: int | None) -> int:
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    entries = bias or {}
-    if len(entries) > MAX_BIAS_ENTRIES:
+    if not bias:
+        return ()
+    if len(bias) > MAX_BIAS_ENTRIES:
         raise InvalidRequestError(f"logit_bias: at most {MAX_BIAS_ENTRIES} entries", param="logit_bias")
-    return tuple(sorted(_bias_entry(key, value, vocab_size) for key, value in entries.items()))
+    return tuple(sorted(_bias_entry(key, value, vocab_size) for key, value in bias.items()))
 
 
 def _bias_entry(key: str, value: float, vocab_size: int) -> tuple[int, float]:
@@ -159,7 +160,9 @@ def _bias_entry(key: str, value: float, vocab_size: int) -> tuple[int, float]:
 
 
 def _stop_token_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
-    given = tuple(dict.fromkeys(ids or ()))
+    if not ids:
+        return ()
+    given = tuple(dict.fromkeys(ids))
     if len(given) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids")
     for token_id in given:
