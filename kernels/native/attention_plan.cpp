@@ -6,6 +6,8 @@ namespace twopool {
 namespace {
 
 constexpr int64_t kTasksAThread = 4;
+// What a layer's K and V may take of the last cache between the products before it and its attention.
+constexpr int64_t kMaxReadBytes = int64_t{12} << 20;
 
 }  // namespace
 
@@ -19,6 +21,28 @@ AttentionPlan::AttentionPlan(const ModelShape& shape, const StepBatch& batch, in
   const auto cost = [](const AttentionTask& task) { return (task.end_split - task.first_split) * (task.num_rows + 8); };
   std::stable_sort(tasks_.begin(), tasks_.end(),
                    [&](const AttentionTask& a, const AttentionTask& b) { return cost(a) > cost(b); });
+  list_reads(shape, batch, window, num_threads);
+}
+
+void AttentionPlan::list_reads(const ModelShape& shape, const StepBatch& batch, int64_t window, int num_threads) {
+  reads_.resize(static_cast<size_t>(num_threads));
+  if (batch.num_rows > kTaskRows) return;  // the products of many rows need the caches for themselves
+  const int64_t run_bytes = 2 * batch.block_size * shape.head_dim * element_bytes(shape.dtype);
+  const int64_t head_bytes = run_bytes * shape.num_layers;
+  const int64_t num_tasks = static_cast<int64_t>(tasks_.size());
+  for (int thread = 0; thread < num_threads; ++thread) {
+    std::vector<int64_t>& reads = reads_[static_cast<size_t>(thread)];
+    for (int64_t i = num_tasks * thread / num_threads; i < num_tasks * (thread + 1) / num_threads; ++i) {
+      const AttentionTask& task = tasks_[static_cast<size_t>(i)];
+      const int64_t seen = window == 0 ? 0 : std::max<int64_t>(0, task.first_position - window + 1);
+      const int64_t first = std::max(task.first_split * kSplitKeys, seen) / batch.block_size;
+      const int64_t end = std::min(task.end_split * kSplitKeys, task.context_len - 1);
+      for (int64_t block = first; block * batch.block_size < end; ++block) {
+        reads.push_back((int64_t{task.blocks[block]} * shape.num_kv_heads + task.kv_head) * head_bytes);
+      }
+    }
+    if (static_cast<int64_t>(reads.size()) * run_bytes > kMaxReadBytes / num_threads) reads.clear();
+  }
 }
 
 void AttentionPlan::add_sequence(const ModelShape& shape, const StepBatch& batch, int64_t sequence, int64_t first_token,

@@ -19,6 +19,10 @@ class AttentionPlan {
 
   const std::vector<AttentionTask>& tasks() const { return tasks_; }  // the longest first
 
+  // Where a thread's share of the tasks finds K and V: the offsets in bytes, within a layer of the pool, of runs that
+  // hold both for one block and KV head, in the order of the tasks. Empty when the caches would not hold them all.
+  const std::vector<int64_t>& reads(int thread) const { return reads_[static_cast<size_t>(thread)]; }
+
   // Whether each sequence has one task a KV head: then it may also rotate that head and write its K and V.
   bool one_task_a_head() const { return one_task_a_head_; }
 
@@ -27,7 +31,10 @@ class AttentionPlan {
                     int64_t window);
   void cut_by_split(int head_dim);
 
+  void list_reads(const ModelShape& shape, const StepBatch& batch, int64_t window, int num_threads);
+
   std::vector<AttentionTask> tasks_;
+  std::vector<std::vector<int64_t>> reads_;
   bool one_task_a_head_ = true;
   std::vector<PartialSums> partials_;
   std::unique_ptr<std::atomic<int>[]> num_done_;

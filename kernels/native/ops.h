@@ -47,6 +47,15 @@ enum class Epilogue {
   kGated,     // elements = activation(gate) * up; a panel holds 16 gates, then their 16 ups
 };
 
+// Memory that is to be read soon: products fetch it into the caches line by line while they compute.
+struct ReadAhead {
+  const char* base;        // runs start at base + *run
+  const int64_t* run;      // the one in hand, bytes
+  const int64_t* end_run;  // run == end_run: nothing to fetch
+  int64_t run_bytes;
+  int64_t offset;          // of the next line in its run, bytes
+};
+
 // One task of a matrix product: `num_rows` rows by `num_panels` panels.
 struct GemmTask {
   const void* rows;        // T [num_rows][row_stride]
@@ -61,6 +70,7 @@ struct GemmTask {
   void* out;               // float [num_rows][out_stride], for kGated T; at the first panel's first column
   int64_t out_stride;      // elements
   int64_t num_cols;        // columns that exist from there on; the padding beyond is not written
+  ReadAhead* ahead;        // what this thread may fetch meanwhile, or null
 };
 
 struct NormTask {
@@ -129,7 +139,8 @@ struct OpTable {
   void (*norm)(const NormTask&);
   void (*gemm)(const GemmTask&);
   void (*rotate)(const RotateTask&);
-  void (*attend)(const AttentionLayer&, const AttentionTask&, void* scratch);
+  // next: null, or the task that follows on this thread.
+  void (*attend)(const AttentionLayer&, const AttentionTask&, const AttentionTask* next, void* scratch);
   size_t (*attention_scratch_bytes)(int head_dim);
 };
 

@@ -39,6 +39,7 @@ void StepRunner::reserve(int64_t num_rows) {
   wanted_residual_.reserve(batch_->num_logit_rows, shape_.hidden_size, kFloat);
   wanted_attended_.reserve(batch_->num_logit_rows, shape_.query_size(), element);
   scratch_.resize(static_cast<size_t>(pool_.num_threads()));
+  ahead_.resize(static_cast<size_t>(pool_.num_threads()));
   for (HugeBuffer& scratch : scratch_) scratch.reserve(ops_.attention_scratch_bytes(shape_.head_dim));
 }
 
@@ -92,6 +93,7 @@ void StepRunner::walk(int thread) {
   for (int l = 0; l < shape_.num_layers; ++l) {
     const LayerWeights& layer = model_.layers()[static_cast<size_t>(l)];
     const bool last = l + 1 == shape_.num_layers;
+    if (l == 0) read_ahead(l, thread);
     const Rows& attention_input = normalise(layer.input_norm, num_rows, thread);
     multiply(thread, layer.qkv, attention_input, num_rows, Epilogue::kStore, qkv_.memory.as<void>(), qkv_.stride,
              shape_.qkv_size());
@@ -105,6 +107,7 @@ void StepRunner::walk(int thread) {
       return;
     }
     attend(l, thread, rotates_by_task);
+    if (!last) read_ahead(l + 1, thread);
     if (last) gather_wanted(thread);
     const int64_t rows = last ? num_wanted : num_rows;
     if (!add_product(thread, layer.output, attended_, rows)) return;
@@ -247,6 +250,7 @@ void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& ro
     task.out = static_cast<uint8_t*>(out) + (row * out_stride + panel * out_panel) * out_element;
     task.out_stride = out_stride;
     task.num_cols = num_cols - panel * kPanelCols;
+    task.ahead = &ahead_[static_cast<size_t>(thread)];
     ops_.gemm(task);
   });
 }
@@ -305,14 +309,28 @@ void StepRunner::attend(int layer, int thread, bool rotates) {
   shared.window = shape_.windows[static_cast<size_t>(layer)];
   const std::vector<AttentionTask>& tasks = plans_.at(shared.window).tasks();
   void* scratch = scratch_[static_cast<size_t>(thread)].as<void>();
+  ReadAhead& ahead = ahead_[static_cast<size_t>(thread)];
+  ahead.run = ahead.end_run;  // what is left of this layer is read now
   pool_.for_each(thread, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
     const AttentionTask& task = tasks[static_cast<size_t>(i)];
     if (rotates) {
       const int64_t num_tokens = task.context_len - task.first_position;
       for (int64_t t = 0; t < num_tokens; ++t) rotate_heads(layer, task.first_token + t, task.kv_head, 1);
     }
-    ops_.attend(shared, task, scratch);
+    const size_t after = static_cast<size_t>(i) + 1;
+    ops_.attend(shared, task, after < tasks.size() ? &tasks[after] : nullptr, scratch);
   });
+}
+
+// The products up to this layer's attention fetch what it is going to read.
+void StepRunner::read_ahead(int layer, int thread) {
+  const std::vector<int64_t>& runs = plans_.at(shape_.windows[static_cast<size_t>(layer)]).reads(thread);
+  ReadAhead& ahead = ahead_[static_cast<size_t>(thread)];
+  ahead.base = reinterpret_cast<const char*>(pool_layer(0, layer));
+  ahead.run = runs.data();
+  ahead.end_run = ahead.run + runs.size();
+  ahead.run_bytes = 2 * batch_->block_size * shape_.head_dim * element_bytes(shape_.dtype);
+  ahead.offset = 0;
 }
 
 // After the last layer's attention only the wanted rows go on.

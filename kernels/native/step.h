@@ -51,6 +51,7 @@ class StepRunner {
   void rotate(int layer, int thread);
   void rotate_heads(int layer, int64_t row, int first_kv_head, int num_kv_heads);
   void attend(int layer, int thread, bool rotates);
+  void read_ahead(int layer, int thread);
   void gather_wanted(int thread);
   template <typename Body>
   void for_rows(int thread, int64_t num_rows, const Body& body);
@@ -77,6 +78,7 @@ class StepRunner {
   Rows gated_;     // T [rows][intermediate_size]
   Rows wanted_residual_, wanted_attended_;  // the rows whose logits are wanted
   std::vector<HugeBuffer> scratch_;         // one a thread
+  std::vector<ReadAhead> ahead_;            // one a thread
 };
 
 }  // namespace twopool
