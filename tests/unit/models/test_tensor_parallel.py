@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from twopool.kernels.native_step import native_available
 from twopool.models.batch import ForwardBatch
+from twopool.models.cache import default_cache_dir
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no native libr
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 256
+SMOLLM2 = default_cache_dir() / "models" / "smollm2-135m-instruct"
 # Groups that divide and do not, KV heads that are replicated, biases, norms of heads, windows, tied embeddings.
 SHAPES = {
     "llama_9_3": (2, 3, 4),
@@ -72,6 +75,12 @@ def _in_chunks(driver: Any, ids: list[int], chunk: int) -> torch.Tensor:
 
 def _prefill(driver: Any, ids: list[int], rows: list[int] | None = None) -> torch.Tensor:
     logits: torch.Tensor = driver.step([(0, ids, 0)], rows=rows)
+    return logits
+
+
+def _prefill_at(driver: Any, ids: list[int], first: int) -> torch.Tensor:
+    """[1, vocab_size]: the logits after the last of ``ids``, the first of which stands at ``first``."""
+    logits: torch.Tensor = driver.step([(0, ids, first)], rows=[len(ids) - 1])
     return logits
 
 
@@ -261,3 +270,27 @@ def test_degrees_and_collectives_that_do_not_fit_are_refused(tiny_model: Callabl
         Decoder.load(folder, dtype=torch.float32, device=CPU, shard=Shard(0, 8), collective=shared_collectives(8)[0])
     with pytest.raises(ValueError, match="collective of that rank"):
         Decoder.load(folder, dtype=torch.float32, device=CPU, shard=Shard(0, 2), collective=shared_collectives(2)[1])
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason=f"SmolLM2 is not in {SMOLLM2}")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_smollm2_greedy_is_the_same_at_every_degree(size: int, make_driver: Callable[..., Any]) -> None:
+    """In float32."""
+    whole = NativeDecoder.load(SMOLLM2, dtype=torch.float32, device=CPU, num_threads=2)
+    reference = make_driver(whole)
+    group = Group(SimpleNamespace(folder=SMOLLM2), make_driver, size, NativeDecoder)
+    try:
+        step = torch.randint(49152, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+        length = len(step)
+        for position in range(length, length + 32):
+            first = position - len(step)
+            wanted = _prefill_at(reference, step, first)
+            got = group.call(functools.partial(_prefill_at, ids=step, first=first))
+            assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()  # which is about 25
+            assert int(got.argmax()) == int(wanted.argmax())
+            step = [int(wanted.argmax())]
+    finally:
+        group.close()
+        whole.close()
