@@ -32,7 +32,9 @@ def test_converted_where_asked_for(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_refused_by_default(tiny_model: Path, tmp_path: Path) -> None:
     flags = DTYPES | {"decode-0": ("--dtype", "bfloat16")}
-    with running_cluster(tiny_model, tmp_path, worker_flags=FLAGS, flags=flags) as cluster:
+    with running_cluster(
+        tiny_model, tmp_path, worker_flags=FLAGS, router_flags=("--min-prefill", "0"), flags=flags
+    ) as cluster:
         assert len(cluster.token_ids(prompt(1), max_tokens=8)) == 8, "decode computes the prompt itself"
         cluster.wait_metric_above("twopool_kv_handshakes_refused_total", 0)
         assert cluster.metric_sum("twopool_kv_transfer_bytes_total") == 0
