@@ -6,7 +6,8 @@ The router names the sources; for each, one ``SourceLink`` connects, shakes hand
         ▲                       │                  │                       │
         └──────────────── lost, refused, deadline, wrong bytes ◄───────────┘
 
-A source that is lost is reported at once; the link is retried as long as a router lists that epoch of it.
+A source that is lost is reported at once; the link is retried as long as a router lists that epoch of it, rarely where
+one of both refused the pair (versions, meaning or shape of their KV): that does not change while both live.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from twopool.engine import handshake
 from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import KvTransport, PeerLink
 from twopool.protocol.codec import encode, source_to_reader_decoder
-from twopool.protocol.errors import ProtocolError, TransferError
+from twopool.protocol.errors import PairRefusedError, ProtocolError, TransferError
 from twopool.protocol.ids import RouterId, WorkerId
 from twopool.protocol.messages import (
     Confirmed,
@@ -48,6 +49,7 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.3
 REFUSED_RETRY_S = 5.0
+"""Until the next try after a refusal that will most likely be repeated."""
 
 SourceReply = PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | PrefixMissing | Confirmed
 
@@ -156,6 +158,7 @@ class SourceLink:
         self._welcome: asyncio.Future[PeerIdentity]
         self._lost: asyncio.Future[None]
         self._retry_s = RETRY_S
+        self._reported = ""
 
     @property
     def worker_id(self) -> WorkerId:
@@ -182,7 +185,9 @@ class SourceLink:
                 await self._one_connection()
             except (TransferError, ProtocolError, TimeoutError, ConnectionError) as error:
                 self._owner.num_refused += isinstance(error, (TransferError, ProtocolError))
-                logger.warning("no link to source: %s", error, extra={"worker_id": self.worker_id})
+                if isinstance(error, (PairRefusedError, ProtocolError)):
+                    self._retry_s = REFUSED_RETRY_S
+                self._report(str(error))
             finally:
                 self._forget()
             await asyncio.sleep(self._retry_s)
@@ -208,6 +213,7 @@ class SourceLink:
         self.block_size = identity.ranks[0].geometry.block_size
         self.canary_read_s = time.monotonic()
         self.kv_link = kv_link
+        self._reported = ""
         logger.info("ready to read from source", extra={"worker_id": self.worker_id})
         self._owner.on_ready_change()
         await self._lost
@@ -224,6 +230,12 @@ class SourceLink:
             raise TimeoutError(f"{self._address} did not answer in {timeout_s:g} s")
         finally:
             future.cancel()
+
+    def _report(self, reason: str) -> None:
+        """Log why there is no link, unless the last try said the same."""
+        if reason != self._reported:
+            self._reported = reason
+            logger.warning("no link to source: %s", reason, extra={"worker_id": self.worker_id})
 
     def _forget(self) -> None:
         if self._socket is not None:
@@ -243,15 +255,15 @@ class SourceLink:
                 case PeerWelcome():
                     _resolve(self._welcome, handshake.check(message, self._owner.compatibility_hash))
                 case PeerRefused():
-                    self._retry_s = REFUSED_RETRY_S
                     raise ProtocolError(f"refused by {self.worker_id}: {message.reason}")
                 case _:
                     self._owner.handler.on_source_reply(self.ref, message)
         except ProtocolError as error:
             self._owner.num_rejected_messages += 1
-            logger.warning("from source: %s", error.message, extra={"worker_id": self.worker_id})
             if not self._welcome.done():
-                self._welcome.set_exception(error)
+                self._welcome.set_exception(error)  # ``run`` logs it
+            else:
+                logger.warning("from source: %s", error.message, extra={"worker_id": self.worker_id})
 
 
 def _resolve(future: "asyncio.Future[T]", value: T) -> None:

@@ -132,8 +132,9 @@ class KvTransport(Protocol):
         """Get ready to read from ``peer``: load its agents, plan the layout, prepare lists, read and check its canary.
 
         An open link to the same ``worker_id`` of an older epoch is disconnected first; connecting again to the epoch
-        that is connected already gives the same link after its canary was read again. Raises ``TransferError`` in
-        words: which values of both sides' geometries cannot be mapped, which rank's canary was wrong, or that
+        that is connected already gives the same link after its canary was read again. Raises
+        ``PairRefusedError`` in words where the two can never exchange KV (which values of both sides' geometries
+        cannot be mapped), ``TransferError`` where it may go well next time: which rank's canary was wrong, or that
         ``timeout_s`` passed.
         """
         ...

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import PairRefusedError, TransferError
 from twopool.protocol.geometry import DTYPE_BYTES, GRANULE_TOKENS, KvDtype, KvGeometry
 
 Index = npt.NDArray[np.int32]
@@ -223,14 +223,14 @@ def plan_layout(
 
     Pools of unequal dtypes are mapped only with ``convert_dtype``. A head that several remote ranks hold is read
     from one of them: our ranks take them in turn, from one on that ``spread`` says, which workers differ in.
-    Raises ``TransferError``, naming both sides' values, where the pools cannot be mapped.
+    Raises ``PairRefusedError``, naming both sides' values, where the pools cannot be mapped.
     """
     for rank, remote in enumerate(remotes):
         _check_pair(local, remote, rank, convert_dtype)
         for name in ("block_size", "dtype"):
             first, here = getattr(remotes[0], name), getattr(remote, name)
             if here != first:
-                raise TransferError(f"the peer's ranks differ in {name}: {first} on rank 0, {here} on rank {rank}")
+                raise PairRefusedError(f"the peer's ranks differ in {name}: {first} on rank 0, {here} on rank {rank}")
     return LayoutPlan(local, tuple(remotes), tuple(_head_runs(local, remotes, spread)), spread)
 
 
@@ -265,11 +265,11 @@ def _check_pair(local: KvGeometry, remote: KvGeometry, rank: int, convert_dtype:
             f"and {local.granule_order} order needs {GRANULE_TOKENS} tokens in one block"
         )
     if differing:
-        raise TransferError(f"cannot read KV from the peer's rank {rank}: " + "; ".join(differing))
+        raise PairRefusedError(f"cannot read KV from the peer's rank {rank}: " + "; ".join(differing))
     for pool in (local, remote):
         finest = small * pool.head_dim * DTYPE_BYTES[pool.dtype]
         if pool.pool_bytes // finest > _MAX_INDEX:
-            raise TransferError(f"a pool of {pool.num_blocks} blocks has more runs than an int32 can count")
+            raise PairRefusedError(f"a pool of {pool.num_blocks} blocks has more runs than an int32 can count")
 
 
 def _head_runs(local: KvGeometry, remotes: Sequence[KvGeometry], spread: int) -> list[HeadRun]:
@@ -283,7 +283,7 @@ def _head_runs(local: KvGeometry, remotes: Sequence[KvGeometry], spread: int) ->
         ]
         if not holders:
             held = ", ".join(f"{r.kv_head_start}..{r.kv_head_start + r.num_kv_heads_local - 1}" for r in remotes)
-            raise TransferError(f"KV head {head} is needed here, but the peer's ranks hold heads {held}")
+            raise PairRefusedError(f"KV head {head} is needed here, but the peer's ranks hold heads {held}")
         rank = holders[(local.tp_rank + spread) % len(holders)]
         remote_head = head - remotes[rank].kv_head_start
         if runs and runs[-1].rank == rank and runs[-1].remote_head + runs[-1].num_heads == remote_head:

@@ -15,7 +15,7 @@ from twopool.kv_transfer.layout import LayoutPlan, Runs, plan_layout
 from twopool.kv_transfer.memory import shared_pool
 from twopool.kv_transfer.reading import ReadingThread
 from twopool.kv_transfer.remote import RemoteKey
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import PairRefusedError, TransferError
 from twopool.protocol.geometry import DTYPE_BYTES, KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId
 from twopool.protocol.messages import PeerIdentity, RankPool
@@ -130,10 +130,10 @@ class RankTransport:
         if self._is_closed:
             raise TransferError("the KV transport is closed")
         if peer.transport != self.name:
-            raise TransferError(f"{peer.worker_id} moves KV over {peer.transport}, this worker over {self.name}")
+            raise PairRefusedError(f"{peer.worker_id} moves KV over {peer.transport}, this worker over {self.name}")
         for rank, pool in enumerate(peer.ranks):
             if pool.canary_block >= pool.geometry.num_blocks:
-                raise TransferError(
+                raise PairRefusedError(
                     f"{peer.worker_id} rank {rank}: canary block {pool.canary_block} of {pool.geometry.num_blocks}"
                 )
         geometries = [pool.geometry for pool in peer.ranks]

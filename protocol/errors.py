@@ -40,6 +40,10 @@ class TransferError(TwopoolError):
     kind: ClassVar[str] = "read"
 
 
+class PairRefusedError(TransferError):
+    """KV can never move between these two workers as they are: trying again is of no use while both live."""
+
+
 class TransferTimeoutError(TransferError):
     """A READ or an answer that belongs to it did not come in time."""
 

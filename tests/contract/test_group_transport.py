@@ -18,7 +18,7 @@ from twopool.kv_transfer.interface import FetchRequest
 from twopool.kv_transfer.layout import source_columns
 from twopool.kv_transfer.rank_messages import KvAnswer, KvCommand
 from twopool.kv_transfer.rank_server import RankServer
-from twopool.protocol.errors import PeerLostError, TransferError, TransferTimeoutError
+from twopool.protocol.errors import PairRefusedError, PeerLostError, TransferError, TransferTimeoutError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import WorkerId, new_epoch
 from twopool.protocol.messages import PeerIdentity, RankPool
@@ -261,6 +261,14 @@ async def test_a_wrong_canary_on_one_rank_refuses_the_peer(world: World) -> None
     source.ranks[2].blocks[-1] ^= 1
     link = await reader.transport.connect(source.identity, timeout_s=TIMEOUT_S)
     await reader.transport.fetch(link, request(reader, source, 0, 64), timeout_s=TIMEOUT_S).wait()
+
+
+async def test_a_peer_that_lacks_a_rank_of_ours_a_head_is_refused_as_a_pair(world: World) -> None:
+    """The reader's rank 1 says so; rank 0 has all it needs."""
+    source, reader = Worker.make(world, "p", 3), Worker.make(world, "d", 2)
+    peer = replace(source.identity, ranks=source.identity.ranks[:2])
+    with pytest.raises(PairRefusedError, match="rank 1: KV head 2 is needed here"):
+        await reader.transport.connect(peer, timeout_s=TIMEOUT_S)
 
 
 async def test_connecting_again_gives_the_same_link(world: World) -> None:

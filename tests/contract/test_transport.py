@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from twopool.kv_transfer.interface import FetchHandle, FetchRequest
 from twopool.kv_transfer.reading import MAX_OPEN_POSTS
 from twopool.kv_transfer.remote import MAX_POST_RUNS
-from twopool.protocol.errors import KvConversionError, TransferError
+from twopool.protocol.errors import KvConversionError, PairRefusedError, TransferError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch
 
@@ -178,10 +178,10 @@ async def test_stale_identity_is_refused(world: World) -> None:
 
 async def test_pools_that_do_not_map_are_refused_with_both_values(world: World) -> None:
     source, reader = world.rank("p", replace(GEOMETRY, head_dim=16)), world.rank("d", GEOMETRY)
-    with pytest.raises(TransferError, match="head_dim 8 here, 16 there"):
+    with pytest.raises(PairRefusedError, match="head_dim 8 here, 16 there"):
         await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
     other = replace(source.identity(), transport="pigeon")
-    with pytest.raises(TransferError, match=f"moves KV over pigeon, this worker over {world.name}"):
+    with pytest.raises(PairRefusedError, match=f"moves KV over pigeon, this worker over {world.name}"):
         await reader.transport.connect(other, timeout_s=TIMEOUT_S)
 
 

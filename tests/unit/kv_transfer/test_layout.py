@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from twopool.kv_transfer.interface import FetchRequest
 from twopool.kv_transfer.layout import LayoutPlan, StridedList, plan_layout
-from twopool.protocol.errors import TransferError
+from twopool.protocol.errors import PairRefusedError, TransferError
 from twopool.protocol.geometry import KvGeometry
 
 NUM_BLOCKS = 9
@@ -176,26 +176,26 @@ def test_replicas_are_read_evenly() -> None:
 )
 def test_mismatch_names_both_values(field: str, value: object) -> None:
     remote = geometry(**{field: value})
-    with pytest.raises(TransferError) as refusal:
+    with pytest.raises(PairRefusedError) as refusal:
         plan_layout(geometry(), [remote])
     assert f"{field} {getattr(geometry(), field)} here, {value} there" in str(refusal.value)
 
 
 def test_ordered_granules_need_whole_granules() -> None:
     local, remote = geometry(granule_order="amx", block_size=8), geometry(granule_order="amx", block_size=16)
-    with pytest.raises(TransferError, match="block_size 8 here, 16 there"):
+    with pytest.raises(PairRefusedError, match="block_size 8 here, 16 there"):
         plan_layout(local, [remote])
     plan_layout(replace(local, block_size=32), [remote])
 
 
 def test_missing_head_is_refused() -> None:
-    with pytest.raises(TransferError, match=r"KV head 2 is needed here, but the peer's ranks hold heads 0\.\.1"):
+    with pytest.raises(PairRefusedError, match=r"KV head 2 is needed here, but the peer's ranks hold heads 0\.\.1"):
         plan_layout(geometry(), ranks_of(geometry(), 2)[:1])
 
 
 def test_ranks_of_one_peer_must_agree_on_block_size() -> None:
     first, second = ranks_of(geometry(), 2)
-    with pytest.raises(TransferError, match="differ in block_size"):
+    with pytest.raises(PairRefusedError, match="differ in block_size"):
         plan_layout(geometry(), [first, replace(second, block_size=8)])
 
 
