@@ -72,7 +72,9 @@ class Supervisor:
             for child in group:
                 child.send(signal.SIGTERM)
             late = await self._wait_exits(group, limit_s)
-            unclean += [f"{child.name} did not stop within {limit_s:g} s and was killed" for child in late]
+            hurried = "was killed: a second signal asked for haste"
+            why = hurried if self.hurry.is_set() else f"did not stop within {limit_s:g} s and was killed"
+            unclean += [f"{child.name} {why}" for child in late]
             await self._kill(late)
             unclean += [
                 f"{child.name} ended with {describe_exit(child.returncode)}"

@@ -130,6 +130,9 @@ async def test_a_second_signal_kills_at_once(fake_plan: MakePlan, screen: Screen
     await until(lambda: "draining" in screen.out)
     os.kill(os.getpid(), signal.SIGINT)
     assert await running == 1
+    for name in stubborn:
+        assert f"twopool: error: {name} was killed: a second signal asked for haste\n" in screen.err
+    assert "did not stop within" not in screen.err
 
 
 async def test_a_signal_while_it_starts_stops_it(fake_plan: MakePlan, screen: ScreenLike) -> None:
