@@ -147,7 +147,9 @@ def test_rotation_and_cache_write(
             )
         results.append((queries, written))
     (queries, written), (wanted_queries, wanted_pool) = results
-    untouched = wanted_pool == pool
+    # By address: a value that rounds to what stood there before is written all the same.
+    untouched = torch.ones_like(pool, dtype=torch.bool)
+    untouched[slots // 8, :, 1, :, slots % 8] = False
     assert torch.equal(written[untouched], pool[untouched])
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(queries, wanted_queries, rtol=tolerance, atol=tolerance)
