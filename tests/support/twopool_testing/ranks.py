@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from twopool.kernels.collectives import SharedMemoryCollective, create_segment
+from twopool.protocol.errors import CollectiveError
 
 Result = TypeVar("Result")
 
@@ -25,7 +26,10 @@ def shared_collectives(
 
 
 def on_every_rank(size: int, call: Callable[[int], Result]) -> list[Result]:
-    """``call(rank)`` on all ranks at once -> what each returned; the first error of any is raised."""
+    """``call(rank)`` on all ranks at once -> what each returned, or the error that made the others' waits fail."""
     with ThreadPoolExecutor(size) as threads:
         calls = [threads.submit(call, rank) for rank in range(size)]
+    errors = [error for one in calls if (error := one.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
     return [call.result() for call in calls]

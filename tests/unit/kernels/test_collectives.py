@@ -123,14 +123,17 @@ def test_a_rank_that_never_comes_is_waited_for_until_the_timeout() -> None:
         ranks[1].barrier()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+CPUS = sorted(os.sched_getaffinity(0))
+"""Of the process: a native step pins the thread that calls it, and tests before may have done so on this one."""
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize("own_cpus", [True, False])
 def test_ranks_spin_only_where_each_may_have_a_cpu(own_cpus: bool) -> None:
-    cpus = sorted(os.sched_getaffinity(0))
     fd = create_segment(2, MAX_BYTES)
 
     def meet(rank: int) -> tuple[int, int]:
-        os.sched_setaffinity(0, {cpus[rank if own_cpus else 0]})  # of this thread
+        os.sched_setaffinity(0, {CPUS[rank if own_cpus else 0]})  # of this thread
         collective = SharedMemoryCollective(fd, rank, 2, MAX_BYTES)
         before = collective.spin_us
         for _ in range(2):
