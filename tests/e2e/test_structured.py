@@ -17,6 +17,8 @@ from twopool_testing.tiny_model import Reference, build_tiny_llama
 pytestmark = pytest.mark.e2e
 
 FLAGS = ("--max-num-batched-tokens", "64", "--block-size", "16", "--kv-cache-memory", str(32 * 1024 * 1024))
+NUM_TOKENS = 400
+"""What the tiny model's tokenizer has."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -49,7 +51,7 @@ NAMED = {"type": "function", "function": {"name": "pick"}}
 def padded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """37 rows of logits more than the tokenizer has tokens."""
     folder = tmp_path_factory.mktemp("padded") / "model"
-    return build_tiny_llama(folder, vocab_size=437)
+    return build_tiny_llama(folder, vocab_size=NUM_TOKENS + 37)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +226,9 @@ def test_a_lost_decode_worker_leaves_the_grammar_whole(cluster: Cluster) -> None
 
 
 def reference_logprobs(reference: Reference, ids: list[int]) -> list[float]:
+    """Among the tokens there are: rows of logits that no token stands for are never drawn and have no share."""
     with torch.inference_mode():
-        logits = reference._model(torch.tensor([ids])).logits[0]
+        logits = reference._model(torch.tensor([ids])).logits[0][:, :NUM_TOKENS]
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     return [float(log_probs[at - 1, ids[at]]) for at in range(1, len(ids))]
 
