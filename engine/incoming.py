@@ -111,7 +111,6 @@ class SourceDialog:
     def release(self) -> None:
         """Tell the source that nothing more is wanted."""
         self.link.send(ReleasePrefill(request_id=self.key.request_id, attempt=self.key.attempt))
-        self.link.reset_if_closed()
 
 
 @dataclass(eq=False)

@@ -172,11 +172,6 @@ class SourceLink:
         self._retry_s = seconds
         _resolve(self._lost, None)
 
-    def reset_if_closed(self) -> None:
-        """Connect anew when the transport found the peer lost although its control connection stands."""
-        if self.kv_link is not None and not self.kv_link.is_open:
-            _resolve(self._lost, None)
-
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
         while True:
@@ -216,7 +211,8 @@ class SourceLink:
         self._reported = ""
         logger.info("ready to read from source", extra={"worker_id": self.worker_id})
         self._owner.on_ready_change()
-        await self._lost
+        # The transport may find the source lost, or a READ from it failed, although the control connection stands.
+        await asyncio.wait([self._lost, kv_link.closed], return_when=asyncio.FIRST_COMPLETED)
 
     async def _unless_lost(self, future: "asyncio.Future[T]", timeout_s: float) -> T:
         """The result of ``future``; raises ``ConnectionError`` when the connection goes first."""

@@ -75,6 +75,8 @@ class FaultPoints:
     def num_happened(self) -> int:
         """Faults that happened since the file changed last."""
         with self._lock:
+            if self._file is not None:
+                self._reload(self._file)
             return self._happened.total()
 
     def take(self, point: str) -> Fault | None:

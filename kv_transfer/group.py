@@ -63,11 +63,16 @@ class GroupLink:
         self.peer = peer
         self.local = local
         self.number = number
-        self.is_whole = True
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        local.closed.add_done_callback(lambda _: self.close())
 
     @property
     def is_open(self) -> bool:
-        return self.is_whole and self.local.is_open
+        return not self.closed.done() and self.local.is_open
+
+    def close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
 
 
 class GroupTransport:
@@ -103,7 +108,7 @@ class GroupTransport:
 
     def disconnect(self, link: PeerLink) -> None:
         link = _own(link)
-        link.is_whole = False
+        link.close()
         if self._links.get(link.peer.worker_id) is link:
             del self._links[link.peer.worker_id]
         self._local.disconnect(link.local)
@@ -244,7 +249,7 @@ class GroupTransport:
             link.number = number
         else:
             if link is not None:
-                link.is_whole = False
+                link.close()
                 self._by_number.pop(link.number, None)
                 self._tell(CloseLink(link=link.number))
             link = self._links[peer.worker_id] = GroupLink(peer, local, number)

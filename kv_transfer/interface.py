@@ -111,9 +111,12 @@ class PeerLink(Protocol):
     @property
     def peer(self) -> PeerIdentity: ...
 
+    closed: asyncio.Future[None]
+    """Done (never with an exception) once the link was disconnected or its peer was found lost: connect anew."""
+
     @property
     def is_open(self) -> bool:
-        """False once the link was disconnected or its peer was found lost: connect anew."""
+        """Whether ``closed`` is not done."""
         ...
 
 

@@ -63,12 +63,19 @@ class RankServer:
     async def _open(self, command: OpenLink) -> None:
         failure = None
         try:
-            self._links[command.link] = await self._transport.connect(command.peer, timeout_s=command.timeout_s)
+            link = await self._transport.connect(command.peer, timeout_s=command.timeout_s)
+            self._links[command.link] = link
+            link.closed.add_done_callback(lambda _: self._on_closed(command.link))
         except TransferError as error:
             failure = Failure.of(error)
         finally:
             self._opening.pop(command.link, None)
         self._send(LinkOpened(link=command.link, failure=failure))
+
+    def _on_closed(self, number: int) -> None:
+        """Tell of a link that was lost; one that was to be closed is not among ``_links`` any more."""
+        if number in self._links:
+            self._send(LinkLost(link=number))
 
     def _close(self, number: int) -> None:
         opening = self._opening.pop(number, None)
@@ -98,7 +105,7 @@ class RankServer:
             )
         except TransferError as error:
             self._send(FetchOver(fetch=command.fetch, failure=Failure.of(error)))
-            self._settled(command)
+            self._send(FetchSettled(fetch=command.fetch))
             return
         self._fetches[command.fetch] = handle
         self._start(self._follow(command, handle))
@@ -113,12 +120,6 @@ class RankServer:
         await asyncio.shield(handle.settled)
         del self._fetches[command.fetch]
         handle.release()
-        self._settled(command)
-
-    def _settled(self, command: StartFetch) -> None:
-        link = self._links.get(command.link)
-        if link is not None and not link.is_open:
-            self._send(LinkLost(link=command.link))
         self._send(FetchSettled(fetch=command.fetch))
 
     async def _sum(self, command: SumUnits) -> None:

@@ -29,8 +29,12 @@ class Link:
     def __init__(self, peer: PeerIdentity, plan: LayoutPlan) -> None:
         self.peer = peer
         self.plan = plan
-        self.is_open = True
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fetches: set[Fetch] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return not self.closed.done()
 
     def fail_fetches(self, error: TransferError) -> None:
         for fetch in list(self.fetches):
@@ -217,7 +221,7 @@ class RankTransport:
     def _close_link(self, link: Link, error: TransferError) -> None:
         if not link.is_open:
             return
-        link.is_open = False
+        link.closed.set_result(None)
         if self._links.get(link.peer.worker_id) is link:
             del self._links[link.peer.worker_id]
         link.fail_fetches(error)

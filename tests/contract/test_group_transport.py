@@ -235,6 +235,7 @@ async def test_one_rank_that_fails_fails_the_fetch_and_the_link(world: World) ->
         await handle.wait()
     async with asyncio.timeout(TIMEOUT_S):
         await handle.settled
+        await link.closed
     assert not link.is_open
     with pytest.raises(TransferError, match="closed"):
         reader.transport.fetch(link, request(reader, source, 0, 64), timeout_s=TIMEOUT_S)

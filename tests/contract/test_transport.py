@@ -320,6 +320,7 @@ async def test_failed_read_fails_every_fetch_of_the_link(world: World, make_requ
             await handle.wait()
         assert await settled_within(handle, 2)
     assert not link.is_open
+    await asyncio.wait_for(link.closed, TIMEOUT_S)
     reader.agent.failure = None
     reader.agent.is_held = False
     for peer in (other, source):

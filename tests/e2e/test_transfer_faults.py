@@ -5,7 +5,6 @@ Workers and router share this process, on a model whose tokens depend on every b
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -63,15 +62,16 @@ async def cluster(
 
 
 async def check(cluster: InProcessCluster, place: str, fault: str, seed: int) -> None:
-    """Two requests meet the fault once each way; both and the next one are answered right, and blocks balance."""
+    """Two requests, one for each decode worker, meet the fault; both and the next one are answered right, and blocks
+    balance.
+    """
     worker, point = place.split()
     await cluster.until_linked()
+    cluster.forgive()
     cluster.workers[worker].faults(f"{point}={fault}*1")
-    started = time.monotonic()
     prompts = [prompt(seed), prompt(seed + 1, 40)]
     answers = await asyncio.gather(*(cluster.ask(ids, 6, timeout_s=HANG_S) for ids in prompts))
     assert answers == [expected(ids, 6) for ids in prompts], f"{place}={fault}"
-    assert time.monotonic() - started < HANG_S
     assert cluster.workers[worker].host.faults.num_happened, f"{place}={fault} did not happen"
     await cluster.until_balanced()
     cluster.workers[worker].faults()

@@ -212,7 +212,10 @@ class InProcessCluster:
 
         def linked() -> bool:
             known = self.dispatcher.workers.workers
-            return len(known) == others + 1 and all(len(worker.candidate.sources) == others for worker in known)
+            if len(known) != others + 1 or any(len(worker.candidate.sources) != others for worker in known):
+                return False
+            # The router may not have heard yet of a link that broke.
+            return all(len(worker.host.sources.ready()) == others for worker in self.workers.values())
 
         await self.until(linked, "all workers to know each other", 20)
 

@@ -113,9 +113,6 @@ class FakeLink:
         self.sent.append(message)
         return self.connected
 
-    def reset_if_closed(self) -> None:
-        pass
-
     def count(self, kind: type) -> int:
         return sum(isinstance(message, kind) for message in self.sent)
 

@@ -59,10 +59,9 @@ class FakeSource:
 
 
 class FakeLink:
-    is_open = True
-
     def __init__(self, peer: PeerIdentity) -> None:
         self.peer = peer
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class FakeTransport:
@@ -70,22 +69,29 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.failure: TransferError | None = None
+        self.links: list[FakeLink] = []
 
     async def connect(self, peer: PeerIdentity, *, timeout_s: float) -> FakeLink:
         if self.failure is not None:
             raise self.failure
         plan_layout(GEOMETRY, [pool.geometry for pool in peer.ranks])
-        return FakeLink(peer)
+        self.links.append(FakeLink(peer))
+        return self.links[-1]
 
     def disconnect(self, link: FakeLink) -> None:
-        link.is_open = False
+        if not link.closed.done():
+            link.closed.set_result(None)
 
 
 class Handler:
+    def __init__(self) -> None:
+        self.lost: list[PeerRef] = []
+
     def on_source_reply(self, source: PeerRef, message: object) -> None:
         raise AssertionError("no source replies here")
 
-    def on_source_lost(self, source: PeerRef) -> None: ...
+    def on_source_lost(self, source: PeerRef) -> None:
+        self.lost.append(source)
 
 
 class Setup:
@@ -94,12 +100,13 @@ class Setup:
     def __init__(self, security: Security) -> None:
         self.source = FakeSource(security)
         self.transport = FakeTransport()
+        self.handler = Handler()
         self.links = SourceLinks(
             security=security,
             transport=cast(Any, self.transport),
             compatibility_hash=HASH,
             identity=lambda: identity("decode-0"),
-            handler=cast(Any, Handler()),
+            handler=cast(Any, self.handler),
             on_ready_change=lambda: None,
         )
 
@@ -196,3 +203,17 @@ async def test_what_may_go_well_next_time_is_tried_again_soon(
     setup.links.quarantine(setup.links.ready()[0], 0.02)
     await until(lambda: len(warnings(caplog)) == 3)
     assert warnings(caplog)[1:] == ["lost source", "no link to source: the canary is wrong"]
+
+
+async def test_a_link_the_transport_finds_lost_is_made_anew_though_nothing_reads_from_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A READ of a request that is over already may be what fails."""
+    monkeypatch.setattr(source_links, "RETRY_S", 0.02)
+    setup.begin()
+    await until(setup.links.ready)
+    setup.transport.disconnect(setup.transport.links[0])
+    await until(lambda: setup.handler.lost)
+    assert setup.handler.lost == [PeerRef(WorkerId("prefill-0"), Epoch(1))]
+    await until(setup.links.ready)
+    assert len(setup.transport.links) == 2 and not setup.transport.links[1].closed.done()
