@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_WINDOW_S = 10.0
 """How long after a hello the transport is asked to answer peers often: their first connection needs it."""
+MAX_VAIN_READERS = 256
 
 SourceRequest = Prefill | FetchPrefix | Confirm | ReleasePrefill
 
@@ -44,7 +45,9 @@ class Reader:
     def __init__(self, connection: bytes, identity: PeerIdentity, server: "SourceServer") -> None:
         self.identity = identity
         self.is_lost = False
+        self.has_asked = False
         self.connection = connection
+        self.connected_s = time.monotonic()
         self._server = server
 
     @property
@@ -88,6 +91,8 @@ class SourceServer:
         self._handler = handler
         self._decoder = reader_to_source_decoder()
         self._readers: dict[bytes, Reader] = {}
+        self._vain: set[WorkerId] = set()
+        """Readers that left within the handshake, as those do that cannot read our KV, again and again: logged once."""
         self._last_hello_s = -HANDSHAKE_WINDOW_S
         self._socket = ServerSocket(
             security=security, host=host, port=port, on_message=self._on_message, on_lost=self._on_lost
@@ -118,6 +123,8 @@ class SourceServer:
             self.num_rejected_messages += 1
             logger.warning("rejected a message from a peer: %s", error.message)
             return
+        reader.has_asked = True
+        self._vain.discard(reader.worker_id)
         self._handler.on_source_request(reader, message)
 
     def _on_hello(self, connection: bytes, message: PeerHello) -> None:
@@ -131,7 +138,8 @@ class SourceServer:
             return
         self._last_hello_s = time.monotonic()
         self._readers[connection] = Reader(connection, peer, self)
-        logger.info("reader connected", extra={"worker_id": peer.worker_id})
+        level = logging.DEBUG if peer.worker_id in self._vain else logging.INFO
+        logger.log(level, "reader connected", extra={"worker_id": peer.worker_id})
         fault = self._faults.take("welcome")
         if fault is None:
             self._welcome(connection)
@@ -149,5 +157,15 @@ class SourceServer:
         reader = self._readers.pop(connection, None)
         if reader is not None:
             reader.is_lost = True
-            logger.warning("lost reader", extra={"worker_id": reader.worker_id})
+            self._log_loss(reader)
             self._handler.on_reader_lost(reader)
+
+    def _log_loss(self, reader: Reader) -> None:
+        extra = {"worker_id": reader.worker_id}
+        if reader.has_asked or time.monotonic() - reader.connected_s > HANDSHAKE_WINDOW_S:
+            logger.warning("lost reader", extra=extra)
+        elif reader.worker_id not in self._vain:
+            if len(self._vain) >= MAX_VAIN_READERS:
+                self._vain.clear()
+            self._vain.add(reader.worker_id)
+            logger.warning("a reader left within the handshake; its log says why", extra=extra)

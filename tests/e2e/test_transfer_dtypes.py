@@ -31,11 +31,14 @@ def test_converted_where_asked_for(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_refused_by_default(tiny_model: Path, tmp_path: Path) -> None:
-    flags = DTYPES | {"decode-0": ("--dtype", "bfloat16")}
+    """The decode worker serves alone; a prefill worker that it cannot read from changes nothing."""
+    router_flags = ("--min-prefill", "0")
     with running_cluster(
-        tiny_model, tmp_path, worker_flags=FLAGS, router_flags=("--min-prefill", "0"), flags=flags
+        tiny_model, tmp_path, prefill=0, worker_flags=(*FLAGS, "--dtype", "bfloat16"), router_flags=router_flags
     ) as cluster:
+        cluster.start_worker("prefill-0", *DTYPES["prefill-0"])
         assert len(cluster.token_ids(prompt(1), max_tokens=8)) == 8, "decode computes the prompt itself"
-        cluster.wait_metric_above("twopool_kv_handshakes_refused_total", 0)
+        cluster.wait_metric_above("twopool_kv_handshakes_refused_total", 3, timeout_s=20)  # and tried again
         assert cluster.metric_sum("twopool_kv_transfer_bytes_total") == 0
     assert "dtype bfloat16 here, float32 there" in (tmp_path / "decode-0.log").read_text()
+    assert (tmp_path / "prefill-0.log").read_text().count("left within the handshake") == 1
