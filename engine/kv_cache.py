@@ -1,5 +1,6 @@
 """The memory of the paged KV cache: how much of it, and where."""
 
+import os
 from typing import Final
 
 import torch
@@ -22,12 +23,15 @@ this process (TCP) or the read, so a pool that was handed out is never unmapped.
 def allocate_kv_pool(geometry: KvGeometry, device: torch.device, *, shared: bool = False) -> Tensor:
     """The zeroed pool, ``geometry.shape`` of ``geometry.dtype``, contiguous, alive until the process ends.
 
-    Host memory that is ``shared`` can be mapped by other processes of this host. Every page is touched now, so that
-    neither the first requests nor registration pay for it. Raises ``ConfigError`` when there is not that much memory.
+    Host memory that is ``shared`` can be mapped by other processes of this host. Host memory has no pages yet: whoever
+    serves settles it in the background (``kv_transfer/memory.py``), whoever measures does so at once. Raises
+    ``ConfigError`` when there is not that much memory.
     """
     try:
         if device.type == "cpu":
-            memory = allocate_host_pool(geometry.pool_bytes, shared=shared)
+            if geometry.pool_bytes > _physical_memory_bytes():  # memory that nobody touched is promised without end
+                raise MemoryError
+            memory = allocate_host_pool(geometry.pool_bytes, shared=shared, settled=False)
             pool = memory.view(TORCH_DTYPES[geometry.dtype]).view(geometry.shape)
         else:
             pool = torch.zeros(geometry.shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
@@ -37,6 +41,10 @@ def allocate_kv_pool(geometry: KvGeometry, device: torch.device, *, shared: bool
         ) from error
     _pools.append(pool)
     return pool
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def kv_cache_blocks(

@@ -154,6 +154,7 @@ async def _serve(
     from twopool.engine.rank_messages import PoolReady
     from twopool.kv_transfer.factory import create_transport
     from twopool.kv_transfer.fault_points import FaultPoints
+    from twopool.kv_transfer.memory import settle_pool_later
     from twopool.kv_transfer.rank_messages import KvCommand
     from twopool.kv_transfer.rank_server import RankServer
     from twopool.protocol.framing import FrameConnection
@@ -188,6 +189,8 @@ async def _serve(
     thread = threading.Thread(target=_run_steps, args=(runner, collective, steps), name="rank-steps", daemon=True)
     thread.start()
     connection.send(PoolReady(pool=transport.rank_pool))
+    if model.kv_pool.device.type == "cpu":
+        settle_pool_later(model.kv_pool)
     return await ended
 
 

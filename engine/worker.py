@@ -39,6 +39,7 @@ from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, KvTransport
 from twopool.kv_transfer.local import LocalFabric
+from twopool.kv_transfer.memory import settle_pool_later
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import ConfigError, CorruptKvError, TransferError, TwopoolError
 from twopool.protocol.ids import WorkerId, new_epoch, new_worker_id
@@ -321,6 +322,8 @@ class WorkerHost:
         }
         sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
         sys.stdout.flush()
+        if self._model.kv_pool.device.type == "cpu":
+            settle_pool_later(self._model.kv_pool)
 
     async def _drain(self) -> None:
         jobs = self.role.jobs

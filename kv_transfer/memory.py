@@ -6,6 +6,9 @@ import mmap
 import os
 import secrets
 import select
+import threading
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -17,15 +20,20 @@ from twopool.protocol.messages import SharedPool
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 FILE_PREFIX: Final = "twopool-kv-"
 
+_MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
+
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+_SETTLING_NICENESS = 10
+_SETTLING_SHARE = 0.2
 
 _shared: Final[dict[int, SharedPool]] = {}
 """Every memory of this process that others may map, by address: it lives as long as the process."""
 
 
-def allocate_host_pool(num_bytes: int, *, shared: bool = False) -> torch.Tensor:
+def allocate_host_pool(num_bytes: int, *, shared: bool = False, settled: bool = True) -> torch.Tensor:
     """``[num_bytes]`` uint8 zeros, page-aligned, in huge pages where the kernel grants them, every page touched.
 
     A READ on one host pins the source's pages one by one: with 4 KiB pages that takes as long as the copy itself.
@@ -34,6 +42,9 @@ def allocate_host_pool(num_bytes: int, *, shared: bool = False) -> torch.Tensor:
     ``shared`` memory can be mapped by processes of the same user on this host, which copies without any of that. The
     kernel gives such memory no huge pages by itself (``shmem_enabled`` is ``never`` as a rule), but when it is asked
     to put them together (Linux 6.1 or later). Where the system has no such memory it is private after all.
+
+    All of that takes seconds a GiB where the system has to get the memory first: not ``settled``, the memory has no
+    page at all until ``settle_pool`` or ``settle_pool_later``, or use, gives it some.
     """
     size = max(1, -(-num_bytes // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
     mapped = _map_shared(size) if shared else None
@@ -45,7 +56,27 @@ def allocate_host_pool(num_bytes: int, *, shared: bool = False) -> torch.Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).zero_()
+    pool = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+    # Hardware pins a pool's pages when it is registered: they cannot be put together any more.
+    if settled or _RDMA_DEVICES.is_dir():
+        settle_pool(pool)
+    return pool
+
+
+def settle_pool(pool: torch.Tensor) -> None:
+    """Give all of a pool of ``allocate_host_pool`` its pages, now; what is in it stays."""
+    for _ in _settling(pool):
+        pass
+
+
+def settle_pool_later(pool: torch.Tensor) -> threading.Thread:
+    """``settle_pool`` in a thread beside a worker that serves: a huge page at a time, a fifth of one CPU at most.
+
+    The kernel lets nobody see a range while it is put together, and does not touch one whose pages a READ has pinned.
+    """
+    thread = threading.Thread(target=_settle_slowly, args=(pool,), name="kv-pool-pages", daemon=True)
+    thread.start()
+    return thread
 
 
 def shared_pool(pool: torch.Tensor) -> SharedPool | None:
@@ -105,16 +136,40 @@ def _map_shared(size: int) -> tuple[int, SharedPool] | None:
         address = _map_aligned(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:
         return None
-    _collapse(address, size)
     return address, SharedPool(boot_id=boot_id(), pid=os.getpid(), fd=fd, token=token)
 
 
-def _collapse(address: int, size: int) -> None:
-    """Put huge pages under memory that was not touched yet; where the kernel cannot, it stays in small ones."""
-    memory = _bytes_at(address, size)
-    for start in range(0, size, HUGE_PAGE_BYTES):
-        memory[start] = 0  # only ranges with a page in use are put together
-    _libc().madvise(address, size, _MADV_COLLAPSE)
+def _settle_slowly(pool: torch.Tensor) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SETTLING_NICENESS)
+    begin_s = time.monotonic()
+    for _ in _settling(pool):
+        time.sleep((time.monotonic() - begin_s) * (1 / _SETTLING_SHARE - 1))
+        begin_s = time.monotonic()
+
+
+def _settling(pool: torch.Tensor) -> Iterator[None]:
+    """Yields after every huge page. Never writes: the pool may be in use."""
+    start, end = pool.data_ptr(), pool.data_ptr() + pool.nbytes
+    end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    libc, collapses = _libc(), start in _shared
+    busy: list[int] = []
+    for address in range(start, end, HUGE_PAGE_BYTES):
+        if not collapses:
+            libc.madvise(address, min(HUGE_PAGE_BYTES, end - address), _MADV_POPULATE_WRITE)
+        elif not _collapse(address):
+            busy.append(address)
+        yield
+    for address in busy:  # pinned by a READ at that moment, as a rule; where the kernel cannot, they stay small ones
+        if not _collapse(address):
+            libc.madvise(address, min(HUGE_PAGE_BYTES, end - address), _MADV_POPULATE_WRITE)
+        yield
+
+
+def _collapse(address: int) -> bool:
+    """Put a huge page under a range of shared memory; whether the kernel did."""
+    libc = _libc()
+    libc.madvise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)  # only ranges with a page in use are put together
+    return bool(libc.madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE) == 0)
 
 
 def _map_for_reading(shared: SharedPool, num_bytes: int) -> tuple[int, int]:

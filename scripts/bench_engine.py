@@ -35,6 +35,7 @@ from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.step import ThreadExecutor
 from twopool.engine.tp_loading import load_worker
 from twopool.kv_transfer.dtypes import TORCH_DTYPES
+from twopool.kv_transfer.memory import settle_pool
 from twopool.models.batch import ForwardBatch
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
@@ -214,6 +215,8 @@ class EngineBench:
             kv_cache_memory=POOL_BYTES,
         )
         loaded = load_worker(config, folder)
+        if loaded.kv_pool.device.type == "cpu":
+            settle_pool(loaded.kv_pool)
         self._group = loaded.group
         self.backend = loaded.kernel_backend
         self._vocab_size = loaded.decoder.config.vocab_size

@@ -50,10 +50,14 @@ Announcement = Listening | Ready
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """A process to run: ``name`` is for people, ``argv`` is executed as it is, without a shell."""
+    """A process to run: ``name`` is for people, ``argv`` is executed as it is, without a shell.
+
+    ``is_told``: it reads one line from stdin, which ``Child.tell`` gives it.
+    """
 
     name: str
     argv: tuple[str, ...]
+    is_told: bool = False
 
 
 class ChildExitedError(TwopoolError):
@@ -77,7 +81,7 @@ class Child:
         """Start the process in a process group of its own, so that Ctrl-C reaches the supervisor alone."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *spec.argv, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, process_group=0
+                *spec.argv, stdin=PIPE if spec.is_told else DEVNULL, stdout=PIPE, stderr=PIPE, process_group=0
             )
         except OSError as error:
             raise ChildExitedError(f"{spec.name} cannot be started: {error.strerror}") from error
@@ -95,6 +99,12 @@ class Child:
     def returncode(self) -> int | None:
         """The exit status, a negative signal number, or None while the process runs."""
         return self._process.returncode
+
+    def tell(self, line: str) -> None:
+        """The line it reads from stdin. A process that is gone is not told."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")  # a pipe takes a line at once
+        self._process.stdin.close()
 
     async def up(self) -> Announcement:
         """The child's announcement, as soon as it is there; raises ``ChildExitedError`` when it exits first."""

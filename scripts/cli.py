@@ -11,9 +11,11 @@ by the command that needs them: the router's process never loads torch.
 """
 
 import argparse
+import gc
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -101,21 +103,35 @@ def _run_role(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "router":
             router_config = from_namespace(RouterConfig, arguments)
-            from twopool.router.process import run_router
+            with _loading_libraries():
+                from twopool.router.process import run_router
 
             return run_router(router_config, resolve_model(router_config.model))
         case "prefill":
             prefill_config = from_namespace(PrefillConfig, arguments)
             prefill_folder = resolve_model(prefill_config.model)  # a wrong name should not wait for torch's import
-            from twopool.prefill.process import run_prefill
+            with _loading_libraries():
+                from twopool.prefill.process import run_prefill
 
-            return run_prefill(prefill_config, prefill_folder)
+            return run_prefill(process_control.with_router(prefill_config, arguments), prefill_folder)
         case _:
             decode_config = from_namespace(DecodeConfig, arguments)
             decode_folder = resolve_model(decode_config.model)
-            from twopool.decode.process import run_decode
+            with _loading_libraries():
+                from twopool.decode.process import run_decode
 
-            return run_decode(decode_config, decode_folder)
+            return run_decode(process_control.with_router(decode_config, arguments), decode_folder)
+
+
+@contextmanager
+def _loading_libraries() -> Iterator[None]:
+    """Most objects of an import stay for good: the collector would look at them again and again, now and later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _version() -> str:

@@ -1,6 +1,6 @@
 """``twopool up``: a router with prefill and decode workers on this machine, started, watched and stopped together.
 
-resolve the model → router → its control address → workers → all announced and /ready says 200 → watch
+resolve the model → router and workers → its control address, told to them → all announced and /ready says 200 → watch
 anything wrong, at any time: say which process and why, stop the rest, exit status 1
 SIGINT or SIGTERM: the router drains with its workers still there, then the workers go; a second signal kills
 """
@@ -23,7 +23,7 @@ from twopool.scripts.child import Child, Listening, Ready
 from twopool.scripts.placement import CpuShare
 from twopool.scripts.status import Row, StatusView
 from twopool.scripts.supervisor import StopRequestedError, Supervisor
-from twopool.scripts.up_plan import UpPlan, WorkerPlan, make_plan, reachable
+from twopool.scripts.up_plan import UpPlan, WorkerPlan, make_plan, reachable, router_line
 
 A = TypeVar("A", Listening, Ready)
 
@@ -69,20 +69,20 @@ async def serve(plan: UpPlan, view: StatusView) -> int:
 
 
 async def _bring_up(plan: UpPlan, view: StatusView, supervisor: Supervisor, watch: Callable[[Child], object]) -> None:
-    """Start the router, then the workers; return when requests can be sent. ``watch`` is called for each child."""
+    """Start everything; return when requests can be sent. ``watch`` is called for each child."""
     deadline_s = plan.up.startup_timeout_s
     try:
         async with asyncio.timeout(deadline_s):
-            view.progress("starting the router")
+            view.progress(f"starting the router, {_counts(plan)}")
             router = await supervisor.start(plan.router_spec)
+            workers = [(worker, await supervisor.start(plan.worker_spec(worker))) for worker in plan.workers]
             listening = await _announced(router, Listening)
             watch(router)
             url = _client_url(listening.http)
             rows = [Row(child=router, address=listening.http, cpus="any", started_in_s=view.elapsed_s)]
-            view.progress(f"router listening on {listening.http}; starting {_counts(plan)}")
-            workers = [
-                (worker, await supervisor.start(plan.worker_spec(worker, listening.control))) for worker in plan.workers
-            ]
+            view.progress(f"router listening on {listening.http}")
+            for _, child in workers:  # they have loaded their libraries meanwhile
+                child.tell(router_line(listening.control))
             for _, child in workers:
                 watch(child)
             rows += await asyncio.gather(*(_worker_row(worker, child, view) for worker, child in workers))

@@ -62,7 +62,7 @@ class UpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """One worker to start once the router's control address is known."""
+    """One worker to start."""
 
     name: str
     role: str
@@ -81,13 +81,17 @@ class UpPlan:
     launcher: tuple[str, ...]
     drain_timeout_s: float
 
-    def worker_spec(self, worker: WorkerPlan, control: str) -> ChildSpec:
-        """The worker's command line, given the control addresses that the router printed."""
-        controls = ",".join(reachable(address) for address in control.split(","))
-        argv = [*self.launcher, worker.role, *worker.flags, f"--router={controls}", *_tied_to_us()]
+    def worker_spec(self, worker: WorkerPlan) -> ChildSpec:
+        """The worker's command line; it has to be told ``router_line``."""
+        argv = [*self.launcher, worker.role, *worker.flags, "--router-on-stdin", *_tied_to_us()]
         if worker.share is not None and worker.share.cpus is not None:
             argv.append("--cpus=" + ",".join(map(str, worker.share.cpus)))
-        return ChildSpec(name=worker.name, argv=tuple(argv))
+        return ChildSpec(name=worker.name, argv=tuple(argv), is_told=True)
+
+
+def router_line(control: str) -> str:
+    """What a worker is told once the router has printed its control addresses."""
+    return ",".join(reachable(address) for address in control.split(","))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,14 +2,17 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
-from twopool.kv_transfer.memory import HUGE_PAGE_BYTES, MappedPool, allocate_host_pool, shared_pool
+from twopool.kv_transfer.memory import HUGE_PAGE_BYTES, MappedPool, allocate_host_pool, settle_pool_later, shared_pool
 from twopool.protocol.messages import SharedPool
 
 SIZE = 3 * 1024 * 1024 + 5
@@ -61,3 +64,44 @@ def test_the_end_of_the_owner_is_seen_and_its_memory_stays() -> None:
     assert not mapped.is_alive
     assert ctypes.string_at(mapped.address, SIZE) == b"\t" * SIZE
     mapped.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pool_gets_its_pages_while_it_is_in_use(shared: bool) -> None:
+    pool = allocate_host_pool(SIZE, shared=shared, settled=False)
+    assert _resident_bytes(pool) == 0
+    pool[5], pool[-1] = 6, 7
+    description = shared_pool(pool)
+    mapped = None if description is None else MappedPool(description, SIZE)
+    thread = settle_pool_later(pool)
+    thread.join(timeout=30)
+    assert not thread.is_alive() and _resident_bytes(pool) >= SIZE
+    assert [*pool[[5, -1]].tolist(), int(pool.sum(dtype=torch.int64))] == [6, 7, 13]
+    assert (mapped is not None) == shared
+    if mapped is not None:
+        pool[6] = 8
+        assert ctypes.string_at(mapped.address, SIZE)[5:7] == b"\6\10", "the mapping shows the pages it has now"
+        mapped.close()
+
+
+def test_writers_lose_nothing_while_pages_are_put_together() -> None:
+    pool = allocate_host_pool(8 * HUGE_PAGE_BYTES, shared=True, settled=False)
+    thread = settle_pool_later(pool)
+    rounds = 0
+    while thread.is_alive() or rounds < 3:
+        rounds += 1
+        pool[::4096] = rounds % 250
+        assert int(pool[::4096].min()) == int(pool[::4096].max()) == rounds % 250
+    assert int(pool.count_nonzero()) in (0, pool.numel() // 4096)
+
+
+def _resident_bytes(pool: torch.Tensor) -> int:
+    """Of the mapping that a pool is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(word, 16) for word in line.split(" ", 1)[0].split("-"))
+            inside = first <= pool.data_ptr() < last
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the pool is nowhere")

@@ -23,11 +23,12 @@ def main() -> int:
     parser.add_argument("behaviour", type=json.loads)
     parser.add_argument("role")
     parser.add_argument("--worker-id", default="router")
-    parser.add_argument("--router", default="")
     parser.add_argument("--port", type=int, default=0)
     process_control.add_flags(parser)
     arguments, _ = parser.parse_known_args()
     process_control.apply(arguments)
+    if arguments.router_on_stdin and not sys.stdin.readline():
+        return 1
     behaviour: dict[str, Any] = arguments.behaviour.get(arguments.worker_id, {})
 
     stop = threading.Event()

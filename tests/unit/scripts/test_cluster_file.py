@@ -35,7 +35,7 @@ def read_back(spec: ChildSpec, config: type[Any]) -> tuple[Any, Any]:
 
 def workers(plan: UpPlan) -> list[tuple[WorkerConfig, Any]]:
     kinds = {"prefill": PrefillConfig, "decode": DecodeConfig}
-    return [read_back(plan.worker_spec(worker, "127.0.0.1:1"), kinds[worker.role]) for worker in plan.workers]
+    return [read_back(plan.worker_spec(worker), kinds[worker.role]) for worker in plan.workers]
 
 
 def test_the_example(plan_of: PlanOf) -> None:

@@ -12,10 +12,9 @@ from twopool.protocol.config import DecodeConfig, PrefillConfig, RouterConfig, f
 from twopool.protocol.errors import ConfigError
 from twopool.scripts import cli
 from twopool.scripts.child import ChildSpec
-from twopool.scripts.up_plan import UpPlan, make_plan, reachable
+from twopool.scripts.up_plan import UpPlan, make_plan, reachable, router_line
 
 ParseUp = Callable[..., argparse.Namespace]
-CONTROL = "127.0.0.1:4321"
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def read_back(spec: ChildSpec, config: type[Any]) -> tuple[Any, argparse.Namespa
 
 def workers(plan: UpPlan) -> list[tuple[Any, argparse.Namespace]]:
     kinds = {"prefill": PrefillConfig, "decode": DecodeConfig}
-    return [read_back(plan.worker_spec(worker, CONTROL), kinds[worker.role]) for worker in plan.workers]
+    return [read_back(plan.worker_spec(worker), kinds[worker.role]) for worker in plan.workers]
 
 
 def test_defaults(plan: Callable[..., UpPlan]) -> None:
@@ -43,8 +42,8 @@ def test_defaults(plan: Callable[..., UpPlan]) -> None:
     router, _ = read_back(made.router_spec, RouterConfig)
     assert router == RouterConfig(control_port=0)
     (prefill, prefill_process), (decode, decode_process) = workers(made)
-    assert prefill == PrefillConfig(device="cpu", worker_id="prefill-0", router=(CONTROL,), num_threads=1)
-    assert decode == DecodeConfig(device="cpu", worker_id="decode-0", router=(CONTROL,), num_threads=1)
+    assert prefill == PrefillConfig(device="cpu", worker_id="prefill-0", num_threads=1)
+    assert decode == DecodeConfig(device="cpu", worker_id="decode-0", num_threads=1)
     assert (prefill_process.cpus, decode_process.cpus) == ({0}, {1})
     assert prefill_process.die_with_parent is not None
 
@@ -127,7 +126,10 @@ def test_a_key_reaches_every_process(plan: Callable[..., UpPlan], tmp_path: Path
     made = plan("--host=0.0.0.0", key=key)
     assert read_back(made.router_spec, RouterConfig)[0].cluster_key == key
     assert {config.cluster_key for config, _ in workers(made)} == {key}
-    assert "--router=127.0.0.1:7" in made.worker_spec(made.workers[0], "0.0.0.0:7").argv
+
+
+def test_a_worker_is_told_an_address_that_it_can_reach() -> None:
+    assert router_line("0.0.0.0:7,127.0.0.1:8") == "127.0.0.1:7,127.0.0.1:8"
 
 
 @pytest.mark.parametrize(
