@@ -17,9 +17,11 @@ from twopool.engine.tp_group import TpGroup
 from twopool.kernels.collectives import Collective, SharedMemoryCollective
 from twopool.kv_transfer.dtypes import TORCH_DTYPES
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
+from twopool.models.cache import default_cache_dir
 from twopool.models.config import DecoderConfig
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
+from twopool.models.packed_weights import PackedStore
 from twopool.models.sharding import Shard
 from twopool.models.vocabulary import num_tokens_known
 from twopool.protocol.config import WorkerConfig
@@ -181,6 +183,7 @@ def _load_decoder(
                 cpus=_own_cpus(torch.get_num_threads(), cpus, place.shard.size),
                 shard=place.shard,
                 collective=collective,
+                packed_store=_packed_store(config),
             )
         reason = reason or "the native step sums over the shared memory of one host"
         if config.kernel_backend == "native":
@@ -194,6 +197,11 @@ def _load_decoder(
         shard=place.shard,
         collective=collective,
     )
+
+
+def _packed_store(config: WorkerConfig) -> PackedStore | None:
+    limit_bytes = config.packed_weights_bytes
+    return PackedStore(default_cache_dir() / "packed", limit_bytes) if limit_bytes else None
 
 
 def _own_cpus(num_threads: int, cpus: Sequence[int], num_ranks: int) -> Sequence[int] | None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,12 @@ LIBRARY_NAME: Final = "_native.so"
 GROUP_LOST: Final = 2
 """What a function returns when the ranks of a group can no longer compute together."""
 _ABI_VERSION = 5
+
+
+@functools.cache
+def native_code_sha256() -> str:
+    """Of the library's file: what another one packed need not be laid out alike."""
+    return hashlib.sha256(Path(__file__).with_name(LIBRARY_NAME).read_bytes()).hexdigest()
 
 
 @functools.cache
@@ -32,6 +39,9 @@ def native_library() -> ctypes.CDLL:
         "twopool_set_bias": ([pointer, number, number, long, number, pointer, long], number),
         "twopool_set_vector": ([pointer, number, number, pointer, long], number),
         "twopool_set_embedding": ([pointer, pointer], None),
+        "twopool_packed_bytes": ([pointer], long),
+        "twopool_packed_data": ([pointer], pointer),
+        "twopool_use_packed": ([pointer, pointer], number),
         "twopool_check_complete": ([pointer], number),
         "twopool_step": ([pointer, pointer], number),
         "twopool_model_join": ([pointer, pointer, pointer], number),

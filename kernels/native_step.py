@@ -186,6 +186,7 @@ class NativeStep:
         self.num_threads = num_threads
         self._library = native_library()
         self._embedding: Tensor | None = None
+        self._image: Tensor | None = None
         self._whole = False
         self._handle = self._create(cpus)
         if ranks is not None and shape.vocab_bounds is not None:
@@ -210,8 +211,38 @@ class NativeStep:
         place = (layer, _MATRICES.index(kind), first, int(interleaved))
         self._check(self._library.twopool_set_matrix(self._handle, *place, rows.data_ptr(), *rows.shape))
         if bias is not None:
-            bias = bias.to(self.shape.dtype).float().contiguous()
-            self._check(self._library.twopool_set_bias(self._handle, *place, bias.data_ptr(), bias.numel()))
+            self.set_bias(kind, bias, layer=layer, first=first, interleaved=interleaved)
+
+    def set_bias(
+        self, kind: MatrixKind, bias: Tensor, *, layer: int = 0, first: int = 0, interleaved: bool = False
+    ) -> None:
+        """The bias of the rows that ``set_matrix`` takes at the same place."""
+        bias = bias.to(self.shape.dtype).float().contiguous()
+        place = (layer, _MATRICES.index(kind), first, int(interleaved))
+        self._check(self._library.twopool_set_bias(self._handle, *place, bias.data_ptr(), bias.numel()))
+
+    @property
+    def packed(self) -> Tensor:
+        """All matrices as they are packed, uint8, as long as this is not closed.
+
+        Their layout depends on the shape, the instruction set and the library. Before ``set_matrix`` they may be
+        copied in.
+        """
+        address, num_bytes = self._library.twopool_packed_data(self._handle), self.num_packed_bytes
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        memory.owner = self  # type: ignore[attr-defined]  # not freed while a tensor of it lives
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    @property
+    def num_packed_bytes(self) -> int:
+        return int(self._library.twopool_packed_bytes(self._handle))
+
+    def use_packed(self, image: Tensor | None = None) -> None:
+        """Take all matrices as they were packed before: from ``image``, in place, or from what ``packed`` was given."""
+        if image is not None and (image.numel() != self.num_packed_bytes or image.dtype != torch.uint8):
+            raise ValueError(f"the packed matrices are {self.num_packed_bytes} bytes")
+        self._image = image
+        self._check(self._library.twopool_use_packed(self._handle, None if image is None else image.data_ptr()))
 
     def set_vector(self, kind: VectorKind, values: Tensor, *, layer: int = 0) -> None:
         """A norm's weight: [hidden_size], or [head_dim] for queries and keys."""

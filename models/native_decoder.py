@@ -2,6 +2,9 @@
 
 import ctypes
 import hashlib
+import logging
+import math
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twopool.kernels.collectives import SharedMemoryCollective
+from twopool.kernels.native_library import native_code_sha256
 from twopool.kernels.native_step import (
     MatrixKind,
     NativeStep,
@@ -21,11 +25,15 @@ from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
 from twopool.models.layer_watch import LayerWatch
 from twopool.models.layers import TensorSource, expected_tensors, unused_tensors
+from twopool.models.packed_weights import PackedStore
 from twopool.models.rope import RotaryTable
 from twopool.models.sharding import Shard
 from twopool.models.tensor_parallel import PartSource, TensorParallel, whole
 from twopool.models.weights import WeightFiles
 
+logger = logging.getLogger(__name__)
+
+_EMBEDDING = "model.embed_tokens.weight"
 _ROPE_CHUNK = 1024
 _GATES_IN_TURN = 16
 
@@ -47,7 +55,9 @@ class NativeDecoder:
         *,
         weights_fingerprint: str,
         parallel: TensorParallel | None = None,
+        writing: threading.Thread | None = None,
     ) -> None:
+        """writing: reads the step's weights until it ends."""
         self.config = config
         part = whole(config) if parallel is None else parallel.part
         self.num_heads_local = part.num_heads_local
@@ -56,6 +66,7 @@ class NativeDecoder:
         self.dtype = step.shape.dtype
         self.device = torch.device("cpu")
         self._step = step
+        self._writing = writing
         self._weights_fingerprint = weights_fingerprint
         self._rope = _RopeRows(config)
 
@@ -78,11 +89,13 @@ class NativeDecoder:
         isa: str | None = None,
         shard: Shard | None = None,
         collective: SharedMemoryCollective | None = None,
+        packed_store: PackedStore | None = None,
     ) -> "NativeDecoder":
         """Read config.json and the safetensors files of `folder`, convert to `dtype` and pack.
 
         num_threads: default torch's; cpus: pins thread i to cpus[i]; isa: default the fastest this CPU has.
         shard, collective: hold and read this rank's part only, and compute with the others, whose isa must be the same.
+        packed_store: where what was packed before is found, else kept for the next time.
         Raises ModelError and ConfigError as `Decoder.load` does, ValueError with `unavailable_reason` where that is not
         None.
         """
@@ -98,9 +111,17 @@ class NativeDecoder:
         ranks = None if parallel is None else collective
         step = NativeStep(_shape(config, dtype, parallel), num_threads=threads, cpus=cpus, isa=isa, ranks=ranks)
         tensors: TensorSource = files if parallel is None else PartSource(files, config, parallel)
+        fingerprint = files.fingerprint(list(expected))
+        writing: threading.Thread | None = None
         with torch.inference_mode():
-            _Loader(config, tensors, step).load()
-        return cls(config, step, weights_fingerprint=files.fingerprint(list(expected)), parallel=parallel)
+            loader = _Loader(config, tensors, step)
+            if packed_store is None:
+                loader.load()
+            else:
+                # The fingerprint samples the weights; the stamps tell files that were changed elsewhere.
+                key = _packed_key(config, step, f"{fingerprint} {files.stamps()}", shard)
+                writing = loader.load_packed(packed_store, key)
+        return cls(config, step, weights_fingerprint=fingerprint, parallel=parallel, writing=writing)
 
     @property
     def isa(self) -> str:
@@ -152,6 +173,8 @@ class NativeDecoder:
 
     def close(self) -> None:
         """Stop the threads and free the weights."""
+        if self._writing is not None:
+            self._writing.join()
         self._step.close()
 
 
@@ -189,13 +212,43 @@ class _Loader:
         self._config = config
         self._files = files
         self._step = step
+        self._is_packed = False
+        self._embedding = torch.empty(0)
 
     def load(self) -> None:
+        self._load(self._files.read(_EMBEDDING))
+
+    def load_packed(self, store: PackedStore, key: str) -> threading.Thread | None:
+        """Take matrices and embedding from the store, or pack them and give them to it.
+
+        Returns the thread that writes them, which reads the step's memory until it ends.
+        """
+        shape = self._step.shape
+        rows = (shape.vocab_rows(self._step.rank), shape.hidden_size)
+        num_packed, num_embedding = self._step.num_packed_bytes, math.prod(rows) * shape.dtype.itemsize
+        found = store.open(key, num_packed + num_embedding)
+        if found is None:
+            self.load()
+            return store.keep_later(key, [self._step.packed, self._embedding.reshape(-1).view(torch.uint8)])
+        image, embedding = found.image[:num_packed], found.image[num_packed:].view(shape.dtype).view(rows)
+        if found.in_huge_pages:
+            self._step.use_packed(image)
+        else:
+            self._step.packed.copy_(image)
+            self._step.use_packed()
+        self._is_packed = True
+        self._load(embedding if found.in_huge_pages else embedding.clone())
+        logger.info("the weights were packed before: %s", "mapped" if found.in_huge_pages else "copied")
+        return None
+
+    def _load(self, embedding: Tensor) -> None:
         config, step = self._config, self._step
-        # A copy: a mapped file that shrinks while it is in use would kill the process.
-        embedding = self._files.read("model.embed_tokens.weight").to(step.shape.dtype, copy=True).contiguous()
+        if not self._is_packed:
+            # A copy: a mapped file that shrinks while it is in use would kill the process.
+            embedding = embedding.to(step.shape.dtype, copy=True).contiguous()
+            step.set_matrix("head", embedding if config.tie_word_embeddings else self._files.read("lm_head.weight"))
+        self._embedding = embedding
         step.set_embedding(embedding)
-        step.set_matrix("head", embedding if config.tie_word_embeddings else self._files.read("lm_head.weight"))
         step.set_vector("final_norm", self._files.read("model.norm.weight"))
         for layer in range(config.num_layers):
             self._layer(layer)
@@ -224,14 +277,19 @@ class _Loader:
     def _matrix(
         self, kind: MatrixKind, layer: int, name: str, bias: bool, *, first: int = 0, interleaved: bool = False
     ) -> None:
-        self._step.set_matrix(
-            kind,
-            self._files.read(f"{name}.weight"),
-            layer=layer,
-            first=first,
-            interleaved=interleaved,
-            bias=self._files.read(f"{name}.bias") if bias else None,
-        )
+        bias_values = self._files.read(f"{name}.bias") if bias else None
+        if not self._is_packed:
+            rows = self._files.read(f"{name}.weight")
+            self._step.set_matrix(kind, rows, layer=layer, first=first, interleaved=interleaved, bias=bias_values)
+        elif bias_values is not None:
+            self._step.set_bias(kind, bias_values, layer=layer, first=first, interleaved=interleaved)
+
+
+def _packed_key(config: DecoderConfig, step: NativeStep, weights: str, shard: Shard | None) -> str:
+    """All that the bytes of packed weights depend on."""
+    place = shard or Shard(0, 1)
+    parts = (config.fingerprint(), weights, native_code_sha256(), step.isa, step.shape.dtype, place)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _shape(config: DecoderConfig, dtype: torch.dtype, parallel: TensorParallel | None) -> StepShape:

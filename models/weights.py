@@ -133,6 +133,14 @@ class WeightFiles:
                 digest.update(sample.numpy().tobytes())
         return digest.hexdigest()
 
+    def stamps(self) -> str:
+        """Which files these are and when they were last changed: another string when one of them was written to."""
+        stamps = []
+        for path in self._open_files:
+            status = path.stat()
+            stamps.append((str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        return repr(stamps)
+
     def _open(self, path: Path) -> None:
         if not path.is_file():
             raise ModelError(f"{path} is missing, although {_INDEX} names it")

@@ -183,6 +183,10 @@ class WorkerConfig(LinkConfig):
     max_waiting: int = flag(256, "requests this worker queues before it answers busy")
     block_size: int = flag(16, "tokens in a KV block: a power of two, at least 16")
     kv_cache_memory: int | None = flag(None, "bytes of KV cache of each rank (default on CPU: 1 GiB)", parse=int)
+    packed_weights_bytes: int = flag(
+        8 * 1024**3,
+        "CPU: disk space for packed weights, so that the next start maps them instead of packing; 0: none are kept",
+    )
     gpu_memory_utilization: float = flag(0.9, "share of a GPU's memory to use when --kv-cache-memory is not given")
     enable_prefix_caching: bool = flag(True, "keep the KV of finished requests for later ones")
     local_prefill: bool = flag(True, "decode: prefill here when no prefill worker is left")
@@ -241,6 +245,11 @@ class WorkerConfig(LinkConfig):
             )
         if self.num_threads < 0:
             raise ConfigError(f"--num-threads {self.num_threads}: must not be negative", param="--num-threads")
+        if self.packed_weights_bytes < 0:
+            raise ConfigError(
+                f"--packed-weights-bytes {self.packed_weights_bytes}: must not be negative",
+                param="--packed-weights-bytes",
+            )
         if self.kv_cache_memory is not None:
             _check_positive("kv_cache_memory", self.kv_cache_memory)
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -189,6 +189,16 @@ TWOPOOL_API int twopool_set_vector(Handle* handle, int layer, int kind, const fl
 
 TWOPOOL_API void twopool_set_embedding(Handle* handle, const void* rows) { handle->model.set_embedding(rows); }
 
+TWOPOOL_API int64_t twopool_packed_bytes(const Handle* handle) {
+  return static_cast<int64_t>(handle->model.packed().size());
+}
+
+TWOPOOL_API void* twopool_packed_data(Handle* handle) { return handle->model.packed().as<void>(); }
+
+TWOPOOL_API int twopool_use_packed(Handle* handle, const void* data) {
+  return twopool::guarded([&] { handle->model.use_packed(static_cast<const uint8_t*>(data)); });
+}
+
 TWOPOOL_API int twopool_check_complete(Handle* handle) {
   return twopool::guarded([&] { handle->model.check_complete(); });
 }

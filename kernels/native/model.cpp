@@ -63,6 +63,20 @@ Model::Model(const ModelShape& shape, Isa isa) : shape_(shape), isa_(isa), ops_(
   }
 }
 
+void Model::use_packed(const uint8_t* data) {
+  std::vector<PackedMatrix*> all = {&head_};
+  for (LayerWeights& layer : layers_) {
+    for (PackedMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) all.push_back(matrix);
+  }
+  for (PackedMatrix* matrix : all) {
+    require(matrix->num_filled == 0, "the matrices were set already");
+    // Never written from here on: set_matrix refuses a matrix that is full.
+    if (data != nullptr) matrix->panels = const_cast<uint8_t*>(data) + (matrix->panels - memory_.as<uint8_t>());
+    matrix->num_filled = matrix->num_outputs;
+  }
+  if (data != nullptr) memory_ = HugeBuffer();
+}
+
 void Model::check_layer(int layer) const { require(layer >= 0 && layer < shape_.num_layers, "no such layer"); }
 
 PackedMatrix& Model::matrix(int layer, MatrixKind kind) {
@@ -84,6 +98,7 @@ void Model::set_matrix(int layer, MatrixKind kind, OutputRange range, const void
   PackedMatrix& target = matrix(layer, kind);
   require(rows != nullptr && num_rows >= 1 && range.first >= 0 && inner == target.inner, "a matrix of another shape");
   require(range.column(num_rows - 1) < target.num_panels * kPanelCols, "more rows than the matrix has outputs");
+  require(target.num_filled + num_rows <= target.num_outputs, "the matrix was set already");
   const int64_t element = element_bytes(shape_.dtype);
   const int64_t panel_bytes = kPanelCols * target.padded_inner * element;
   const uint8_t* source = static_cast<const uint8_t*>(rows);

@@ -72,6 +72,11 @@ class Model {
   // [vocab_rows][hidden_size] elements, which the caller keeps alive.
   void set_embedding(const void* rows) { embedding_ = static_cast<const uint8_t*>(rows); }
 
+  // The memory of all panels: what another model of this shape and instruction set packed may be copied into it.
+  const HugeBuffer& packed() const { return memory_; }
+  // All matrices are packed: in `data`, which the caller keeps alive, laid out as `packed()`, or, if null, in that.
+  void use_packed(const uint8_t* data);
+
   // Throws std::invalid_argument naming a weight that was not set.
   void check_complete() const;
 

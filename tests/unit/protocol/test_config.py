@@ -48,6 +48,7 @@ def test_flags_are_read() -> None:
         (("--port", "70000"), "--port", "70000"),
         (("--max-num-seqs", "0"), "--max-num-seqs", "0"),
         (("--kv-cache-memory", "-1"), "--kv-cache-memory", "-1"),
+        (("--packed-weights-bytes", "-1"), "--packed-weights-bytes", "-1"),
         (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization", "1.5"),
         (("--router", "nohost"), "--router", "nohost"),
         (("--router", "::1:5555"), "--router", "::1:5555"),
