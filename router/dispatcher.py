@@ -205,7 +205,6 @@ class RequestDispatcher:
         now = self._clock()
         for flight in self._deadlines.expired(now):
             self.fail(flight, _deadline_passed(flight.request), "deadline")
-        self._deadlines.forget_finished(len(self._flights))
         self._granting.expire(now)
         self._intake.check_gaps()
         if now >= self._next_stall_check_s:
@@ -320,6 +319,7 @@ class RequestDispatcher:
         flight.phase = Phase.DONE
         del self._flights[flight.request.request_id]
         self._queue.remove(flight)
+        self._deadlines.remove(flight)
         if not self._flights:
             self._empty.set()
         self._release(workers, outcome)

@@ -74,7 +74,7 @@ class StreamAnswer:
         continuous_usage: bool,
         last_bytes_timeout_s: float,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        loop = batcher.loop
         self._generation = generation
         self._head = head
         self._connection = connection
@@ -211,7 +211,7 @@ class StreamAnswer:
         choices = self._generation.choices
         if self._is_plain and self._lane is None and self._started and choices[0].finish_reason is None:
             start, end = self._writer.plain_parts(0)
-            self._lane = TokenLane(choices[0], self._connection.write, self._batcher, start, end)
+            self._lane = TokenLane(choices[0], self._connection, self._batcher, start, end)
             # In the lane nobody looks at how much the client leaves unread.
             self._connection.on_write_paused = self._lane.hold
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from twopool.protocol.ids import Attempt
 from twopool.router.choice_stream import ChoiceStream
+from twopool.router.http_protocol import ClientConnection
 from twopool.router.registry import Worker
 
 _CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(2048))
@@ -36,17 +37,26 @@ class WriteBatcher:
 
     def __init__(self, on_gaps: Callable[[list[float]], None]) -> None:
         self._on_gaps = on_gaps
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: list[Flushable] = []
         self._lanes: list[TokenLane] = []
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one that runs; asked for once, because asking costs a system call."""
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+        return loop
+
     def mark(self, answer: Flushable) -> None:
         if not self._answers and not self._lanes:
-            asyncio.get_running_loop().call_soon(self._flush_all)
+            self.loop.call_soon(self._flush_all)
         self._answers.append(answer)
 
     def mark_lane(self, lane: "TokenLane") -> None:
         if not self._lanes and not self._answers:
-            asyncio.get_running_loop().call_soon(self._flush_all)
+            self.loop.call_soon(self._flush_all)
         self._lanes.append(lane)
 
     def _flush_all(self) -> None:
@@ -67,12 +77,15 @@ class TokenLane:
     """``start`` and ``end`` are what stands in an event around the inside of its text's JSON string."""
 
     __slots__ = (
+        "_connection",
         "_end",
         "_is_clean",
+        "_is_direct",
         "_jsons",
         "_num_around",
         "_num_opened",
         "_num_written",
+        "_send",
         "_start",
         "_stream",
         "_write",
@@ -85,7 +98,7 @@ class TokenLane:
     )
 
     def __init__(
-        self, stream: ChoiceStream, write: Callable[[bytes], None], batcher: WriteBatcher, start: bytes, end: bytes
+        self, stream: ChoiceStream, connection: ClientConnection, batcher: WriteBatcher, start: bytes, end: bytes
     ) -> None:
         self.worker: Worker | None = None
         """Whose tokens may come, of which attempt; ``None`` while the lane is closed."""
@@ -99,7 +112,10 @@ class TokenLane:
         self._stream = stream
         self._jsons = stream.json_table
         self._is_clean = True
-        self._write = write
+        self._connection = connection
+        self._write = connection.write
+        self._send = connection.direct_send()
+        self._is_direct = False  # whether the transport is known to have nothing buffered
         self._start, self._end = start, end + b"\r\n"
         self._num_around = len(start) + len(end)
         self._num_opened = self._num_written = 0
@@ -109,6 +125,7 @@ class TokenLane:
         self.worker, self.attempt, self.output_ids = worker, attempt, output_ids
         self._num_opened = self._num_written = len(output_ids)
         self._is_clean = self._stream.is_clean
+        self._is_direct = False
 
     def hold(self) -> None:
         """Tokens go the long way from now on, until the lane is opened again."""
@@ -142,7 +159,21 @@ class TokenLane:
         if data:
             size = self._num_around + len(data)
             head = _CHUNK_HEADS[size] if size < 2048 else b"%x\r\n" % size
-            self._write(b"".join((head, self._start, data, self._end)))
+            self._write_chunk(b"".join((head, self._start, data, self._end)))
+
+    def _write_chunk(self, chunk: bytes) -> None:
+        """Past the transport while it has nothing buffered."""
+        send = self._send
+        if send is not None and (self._is_direct or not self._connection.num_buffered_bytes):
+            try:
+                num_sent = send(chunk)
+            except OSError:  # the client's buffer is full; if it is gone, the transport says so
+                num_sent = 0
+            self._is_direct = num_sent == len(chunk)
+            if self._is_direct:
+                return
+            chunk = chunk[num_sent:]
+        self._write(chunk)
 
     def _json_of(self, token_id: int) -> bytes | None:
         jsons = self._jsons

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator
 
-from twopool.router.attempts import Flight, Phase
+from twopool.router.attempts import Flight
 
 
 class WaitQueue:
@@ -39,23 +39,30 @@ class WaitQueue:
 
 
 class Deadlines:
-    """Which requests are over their time."""
+    """Which requests are over their time. Finished ones are let go of at once: kept for their deadline, thousands of
+    them would be dead weight in memory and for the garbage collector.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Flight]] = []
+        self._heap: list[tuple[float, int]] = []
+        self._flights: dict[int, Flight] = {}
 
     def add(self, flight: Flight) -> None:
-        heapq.heappush(self._heap, (flight.deadline_s, flight.order, flight))
+        self._flights[flight.order] = flight
+        heapq.heappush(self._heap, (flight.deadline_s, flight.order))
+
+    def remove(self, flight: Flight) -> None:
+        """Idempotent."""
+        self._flights.pop(flight.order, None)
+        if len(self._heap) > 2 * len(self._flights) + 1024:
+            self._heap = [entry for entry in self._heap if entry[1] in self._flights]
+            heapq.heapify(self._heap)
 
     def expired(self, now_s: float) -> list[Flight]:
-        """Each flight once, finished ones included."""
+        """Each flight once."""
         flights = []
         while self._heap and self._heap[0][0] <= now_s:
-            flights.append(heapq.heappop(self._heap)[2])
+            flight = self._flights.pop(heapq.heappop(self._heap)[1], None)
+            if flight is not None:
+                flights.append(flight)
         return flights
-
-    def forget_finished(self, num_live: int) -> None:
-        """Let go of finished flights once they are the majority."""
-        if len(self._heap) > 2 * num_live + 1024:
-            self._heap = [entry for entry in self._heap if entry[2].phase is not Phase.DONE]
-            heapq.heapify(self._heap)
