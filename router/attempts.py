@@ -109,11 +109,14 @@ class Flight:
 
     def need(self) -> Need:
         """What the next attempt asks of its workers."""
+        num_prompt_tokens = len(self.request.prompt_ids)
+        if self.attempt is None:
+            return Need(num_tokens=num_prompt_tokens + 1, turn=self.order)
         unfinished = self.unfinished
         accepted = max(len(choice.output_ids) for choice in unfinished)
         return Need(
-            num_tokens=len(self.request.prompt_ids) + accepted + 1,
-            turn=self.order + (0 if self.attempt is None else self.attempt + 1),
+            num_tokens=num_prompt_tokens + accepted + 1,
+            turn=self.order + self.attempt + 1,
             # One prefill serves several choices only while all of them are the prompt and nothing else.
             local_only=accepted > 0 and len(unfinished) > 1,
             avoid=frozenset(self.avoid),
@@ -219,4 +222,4 @@ def to_error(info: ErrorInfo) -> TwopoolError:
 
 
 def _packed(output_ids: "array[int]") -> bytes:
-    return pack_ids(output_ids.tolist())
+    return pack_ids(output_ids.tolist()) if output_ids else b""

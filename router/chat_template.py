@@ -31,8 +31,9 @@ class ChatTemplate:
             template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
+        # As a plain dictionary: a context walks through all of them, and they are a chain of maps.
+        self._globals = template.globals = dict(template.globals)
         self._template = template
-        self._globals = dict(template.globals)
 
     def render(
         self,

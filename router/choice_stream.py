@@ -4,7 +4,9 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from twopool.protocol.messages import FinishReason, TokenDelta, TokenLogprobs
 from twopool.router.detokenizer import TokenTable, json_inside
@@ -14,8 +16,7 @@ from twopool.router.stop_strings import StopMatch, StopMatcher
 from twopool.router.tool_parsers import MessageDelta
 
 
-@dataclass(frozen=True)
-class TextOptions:
+class TextOptions(msgspec.Struct, frozen=True):
     """How a choice's ids become text; the same for all choices of a request.
 
     The text of the first ``min_tokens`` tokens is not searched for stop strings. ``stop_token_ids`` are the client's
@@ -29,7 +30,7 @@ class TextOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
-    markers: Mapping[int, str] = field(default_factory=dict)
+    markers: Mapping[int, str] = msgspec.field(default_factory=dict)
 
 
 @dataclass

@@ -46,8 +46,11 @@ class GenerateApi:
     @property
     def max_model_len(self) -> int:
         """The smallest of what the configuration, the workers and the model allow."""
-        given = (self._config.max_model_len, self._dispatcher.max_model_len, self._model.max_model_len)
-        return min(length for length in given if length is not None)
+        smallest = self._model.max_model_len
+        for limit in (self._config.max_model_len, self._dispatcher.max_model_len):
+            if limit is not None and limit < smallest:
+                smallest = limit
+        return smallest
 
     async def chat(self, request: Request) -> ASGIApp:
         return await self._answer(request, prepare_chat)

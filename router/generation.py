@@ -8,8 +8,9 @@ progress while running, then of exactly one ending, except that a cancellation i
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import ChoiceIndex
@@ -44,8 +45,7 @@ class GenerationListener(Protocol):
         """There will be no (further) answer."""
 
 
-@dataclass(frozen=True)
-class PlannedPrompt:
+class PlannedPrompt(msgspec.Struct, frozen=True):
     """One prompt's request (``None`` when nothing is to be generated) and its choices."""
 
     request: RoutedRequest | None

@@ -46,7 +46,9 @@ class Surroundings:
 
 def may_take_long(data: bytes) -> bool:
     """Whether a request's body may hold a grammar to check."""
-    return any(mark in data for mark in _MARKS)
+    # Written out: a generator costs ten times as much.
+    first, second, third, fourth = _MARKS
+    return first in data or second in data or third in data or fourth in data
 
 
 def output_grammar(body: GenerationBody, around: Surroundings) -> str | None:

@@ -7,8 +7,9 @@ over every token exactly once and in order. Everything here is called on the rou
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import Attempt, ChoiceIndex, RequestId
@@ -18,8 +19,7 @@ from twopool.router.registry import Worker
 from twopool.router.timings import Grant
 
 
-@dataclass(frozen=True)
-class RoutedRequest:
+class RoutedRequest(msgspec.Struct, frozen=True):
     """One prompt and how to continue it.
 
     ``prompt_ids`` is ``[num_prompt_tokens]`` int32. ``sampling`` is complete (seed and EOS ids included). ``salt``

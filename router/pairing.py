@@ -7,6 +7,8 @@ old when it arrives, and many requests may be granted between two.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from twopool.protocol.ids import WorkerId
 from twopool.protocol.messages import PeerRef
 from twopool.router.admission import AdmissionWindow, Breaker
@@ -48,16 +50,14 @@ class Candidate:
         return self.window.is_open(self.load.attempts, now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
+class Pairing(msgspec.Struct, frozen=True):
     """``prefill`` is ``None`` when the decode worker prefills for itself."""
 
     decode: Candidate
     prefill: Candidate | None
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What an attempt asks of its workers.
 
     ``num_tokens`` is the length its KV has at the start, the first new token included. ``local_only``: no remote
@@ -118,12 +118,15 @@ def choose(decodes: Sequence[Candidate], prefills: Sequence[Candidate], need: Ne
 
 def can_serve(decodes: Sequence[Candidate], prefills: Sequence[Candidate], need: Need, now_s: float) -> bool:
     """Whether waiting for room makes sense: some pairing serves ``need`` once its workers have room."""
-    serving = [c for c in decodes if c.serves(need.num_tokens, now_s)]
-    if need.local_only:
-        return bool(serving)
-    if any(c.local_prefill for c in serving):
-        return True
-    return _any_pair(serving, [c for c in prefills if c.serves(need.num_tokens, now_s)])
+    num_tokens = need.num_tokens
+    for decode in decodes:
+        if decode.serves(num_tokens, now_s):
+            if need.local_only or decode.local_prefill:
+                return True
+            for prefill in prefills:
+                if prefill.ref in decode.sources and prefill.serves(num_tokens, now_s):
+                    return True
+    return False
 
 
 def _choose(decodes: Sequence[Candidate], prefills: Sequence[Candidate], need: Need, now_s: float) -> Pairing | None:

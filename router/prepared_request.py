@@ -5,7 +5,6 @@ Pure functions of the body, the model and two limits; they run in a thread when 
 
 import hashlib
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -33,8 +32,7 @@ from twopool.router.tool_formats import MARKERS, REASONING_FORMATS, THINK_CLOSE,
 from twopool.router.tools import ToolUse, tool_use
 
 
-@dataclass(frozen=True)
-class RequestLimits:
+class RequestLimits(msgspec.Struct, frozen=True):
     """What holds for one request at the moment it comes. ``arrived_s`` is a ``time.monotonic()`` stamp."""
 
     served_names: tuple[str, ...]
@@ -49,8 +47,7 @@ class RequestLimits:
     system_fingerprint: str | None = None
 
 
-@dataclass(frozen=True)
-class _Output:
+class _Output(msgspec.Struct, frozen=True):
     """What the output must be, and how a chat message is read from it."""
 
     grammar: str | None
@@ -58,8 +55,7 @@ class _Output:
     markers: dict[int, str]
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True):
     """A request ready to be submitted."""
 
     head: AnswerHead

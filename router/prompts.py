@@ -1,7 +1,6 @@
 """From a request body to the token ids of its prompts, and how many tokens may follow."""
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from twopool.protocol.errors import ContextLengthError, InvalidRequestError
@@ -16,8 +15,7 @@ MAX_CHOICES_IN_ALL = 4096
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text, or the rendered conversation."""
 
     ids: TokenIds

@@ -15,8 +15,7 @@ _encode = msgspec.json.encode
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True):
     """What every object of one answer carries. ``created`` is in seconds since the epoch."""
 
     answer_id: str

@@ -8,6 +8,8 @@ the first byte of the request to the write of the first token. What a worker rep
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from twopool.protocol.ids import WorkerId
 from twopool.protocol.messages import HandoverReport, PrefillReport
 
@@ -29,8 +31,7 @@ PHASES = (
 _NUM_BEFORE_FIRST = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """``time.monotonic()`` stamps of one HTTP request: its first byte, its last, and when it was tokenised."""
 
     began_s: float
@@ -38,8 +39,7 @@ class Arrival:
     prepared_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """An attempt's workers. ``queued_s`` is how long the request waited for it, ``at_s`` when it had been sent."""
 
     attempt: int
@@ -88,8 +88,8 @@ class Timeline:
         parts["tokenize"] = max(0.0, arrival.prepared_s - arrival.received_s)
         if grant is None or ttft_s is None:
             return parts
-        parts["queue"] = grant.queued_s
         parts["route"] = max(0.0, grant.at_s - arrival.prepared_s - grant.queued_s)
+        parts["queue"] = grant.queued_s
         left_s = max(0.0, arrival.began_s + ttft_s - grant.at_s)
         if self.prefill is not None:
             parts["prefill_queue"] = min(left_s, self.prefill.queue_s)
@@ -131,11 +131,11 @@ class Timeline:
 
     def server_timing(self) -> bytes:
         """The value of a ``Server-Timing`` header; durations in milliseconds."""
-        seconds = self.seconds()
-        entries = [f"{name};dur={seconds[name] * 1e3:.3f}" for name in PHASES if name in seconds]
-        if self.ttft_s is not None:
-            entries.append(f"ttft;dur={self.ttft_s * 1e3:.3f}")
-        return ", ".join(entries).encode()
+        entries = [*self.seconds().items()]
+        ttft_s = self.ttft_s
+        if ttft_s is not None:
+            entries.append(("ttft", ttft_s))
+        return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in entries]).encode()
 
 
 def timing_headers(timelines: list[Timeline]) -> list[tuple[bytes, bytes]]:

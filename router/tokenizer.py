@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from twopool.protocol.errors import ModelError
 from twopool.protocol.token_hash import TokenIds
 from twopool.router.detokenizer import TokenTable
+from twopool.router.word_ids import WordIds
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -22,11 +23,17 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._bos_id = bos_id
         self.table = TokenTable(tokenizer)
+        self._word_ids = WordIds.of(tokenizer)
+        self._adds_nothing = not tokenizer.encode("", add_special_tokens=True).ids
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """``[n]`` int32. A BOS that ``text`` already begins with is not added a second time."""
-        # The "fast" of a batch leaves out offsets, which nobody here reads; there is no such call for a single text.
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids = None
+        if self._word_ids is not None and (self._adds_nothing or not add_special_tokens):
+            ids = self._word_ids.encode(text)
+        if ids is None:
+            # The "fast" of a batch leaves out offsets, which nobody here reads; there is no such call for one text.
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
             ids = ids[1:]
         return np.array(ids, dtype=np.int32)

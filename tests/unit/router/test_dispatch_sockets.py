@@ -1,11 +1,11 @@
 """The dispatcher behind a real control socket."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from twopool.protocol.codec import encode, router_to_worker_decoder
@@ -75,7 +75,7 @@ M = TypeVar("M")
 
 
 def request_of_now() -> RoutedRequest:
-    return dataclasses.replace(MockCluster().request(), arrived_s=time.monotonic())
+    return msgspec.structs.replace(MockCluster().request(), arrived_s=time.monotonic())
 
 
 class Worker:

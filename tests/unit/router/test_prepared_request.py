@@ -421,7 +421,7 @@ def test_salts_separate_tenants_and_cache_salts(tiny_model: ModelInfo) -> None:
     data = json.dumps({"prompt": "a"}).encode()
     salted = json.dumps({"prompt": "a", "cache_salt": "s"}).encode()
     salts = [
-        routed(prepare_completion(body, tiny_model, replace(LIMITS, tenant=tenant))).salt
+        routed(prepare_completion(body, tiny_model, msgspec.structs.replace(LIMITS, tenant=tenant))).salt
         for body in (data, salted)
         for tenant in (b"", b"tenant-1", b"tenant-2")
     ]
