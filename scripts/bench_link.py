@@ -20,6 +20,7 @@ from twopool.scripts.bench_pools import (
     KIB,
     TIMEOUT_S,
     Row,
+    make_copy,
     make_geometry,
     make_pool,
     make_request,
@@ -66,6 +67,8 @@ async def pair(args: argparse.Namespace) -> list[Row]:
         {
             "op": f"{num_tokens} tokens, {_shown(remote)} -> {_shown(local)}, {args.layer_groups} groups",
             "block_bytes": local.block_bytes,
+            "num_blocks": -(-num_tokens // local.block_size),
+            "scattered": False,
             "num_ranges": sum(report.num_ranges for report in reports),
             "num_posts": sum(report.num_posts for report in reports),
             "seconds": taken,
@@ -123,9 +126,13 @@ async def load(args: argparse.Namespace) -> list[Row]:
         transport, _identity = make_transport(args, geometry, "reader")
         link = await transport.connect(peer, timeout_s=TIMEOUT_S)
         rng = np.random.default_rng(0)
+        shape = (geometry.num_blocks, geometry.block_bytes)
+        source, target = (make_pool(geometry.pool_bytes, torch.device("cpu")).numpy().reshape(shape) for _ in range(2))
         for number in numbers:
             ids = rng.permutation(blocks * number).astype(np.int32).reshape(number, blocks)
+            copy = make_copy(source, target, ids.ravel(), blocks * number)
             walls: list[float] = []
+            copies: list[float] = []
             slowest: list[float] = []
             posts: list[int] = []
             for round_number in range(8 if args.quick else 30):
@@ -134,20 +141,28 @@ async def load(args: argparse.Namespace) -> list[Row]:
                     transport.fetch(link, make_request(part, np.sort(part)), timeout_s=TIMEOUT_S) for part in ids
                 ]
                 reports = [await handle.wait() for handle in handles]
+                wall = time.perf_counter() - start
+                start = time.perf_counter()
+                copy()
                 if round_number:
-                    walls.append(time.perf_counter() - start)
+                    walls.append(wall)
+                    copies.append(time.perf_counter() - start)
                     slowest.append(max(report.transfer_s for report in reports))
                     posts.append(sum(report.num_posts for report in reports))
-            wall = statistics.median(walls)
+            wall, copied = statistics.median(walls), statistics.median(copies)
+            num_bytes = number * blocks * geometry.block_bytes
             rows.append(
                 {
                     "op": f"{number} requests",
                     "block_bytes": geometry.block_bytes,
                     "num_blocks": blocks,
+                    "scattered": True,
                     "seconds": wall,
                     "slowest_seconds": statistics.median(slowest),
                     "posts_a_request": statistics.median(posts) / number,
-                    "gb_per_s": number * blocks * geometry.block_bytes / wall / 1e9,
+                    "gb_per_s": num_bytes / wall / 1e9,
+                    "memcpy_gb_per_s": num_bytes / copied / 1e9,
+                    "ratio": copied / wall,
                 }
             )
         await transport.close()

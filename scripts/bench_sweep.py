@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +22,7 @@ from twopool.scripts.bench_pools import (
     MIB,
     TIMEOUT_S,
     Row,
+    make_copy,
     make_geometry,
     make_request,
     make_transport,
@@ -75,7 +75,7 @@ async def _sweep_size(
             local_ids = np.arange(count, dtype=np.int32)
             remote_ids = rng.permutation(count).astype(np.int32) if scattered else local_ids
             request = make_request(remote_ids, local_ids)
-            copy = _make_copy(source, target, remote_ids if scattered else None, count)
+            copy = make_copy(source, target, remote_ids if scattered else None, count)
             num_bytes = count * geometry.block_bytes
             others = [copy]
             if receive is not None:
@@ -127,18 +127,6 @@ async def _in_turns(
             other()
             seconds.append(time.perf_counter() - start)
     return reports[1:], calls[1:], [seconds[1:] for seconds in elapsed]
-
-
-def _make_copy(source: Any, target: Any, remote_ids: Any, count: int) -> Callable[[], None]:
-    """One thread's copy of the same ranges into the same order: a memcpy a range, looped over in C."""
-    if remote_ids is None:
-        return lambda: np.copyto(target[:count], source[:count])
-    indices = remote_ids.astype(np.intp)
-
-    def gather() -> None:
-        np.take(source, indices, axis=0, out=target[:count], mode="clip")
-
-    return gather
 
 
 async def serve(args: argparse.Namespace) -> None:

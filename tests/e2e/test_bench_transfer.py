@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from twopool_testing.two_networks import two_networks
+
+COLUMNS = {
+    *("op", "block_bytes", "num_blocks", "scattered", "seconds"),
+    *("gb_per_s", "memcpy_gb_per_s", "ratio"),
+}
+
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("command", ["sweep", "setup"])
@@ -24,7 +31,7 @@ def test_rows(command: str, tmp_path: Path) -> None:
             (size, scattered) for size in (4096, 65536, 1048576) for scattered in (False, True)
         }
         for row in rows:
-            assert row["op"] == "read"
+            assert set(row) >= COLUMNS and row["op"] == "read"
             num_bytes = row["block_bytes"] * row["num_blocks"]
             assert row["gb_per_s"] == pytest.approx(num_bytes / row["seconds"] / 1e9)
             assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"])
@@ -39,7 +46,7 @@ def test_rows(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "columns"),
     [
-        (("pair", "--remote", "block_size=32,num_blocks=65", "--layer-groups", "2"), {"num_ranges", "ratio"}),
+        (("pair", "--remote", "block_size=32,num_blocks=65", "--layer-groups", "2"), {"num_ranges", "num_posts"}),
         (("load", "--requests", "1,3"), {"slowest_seconds", "posts_a_request"}),
     ],
 )
@@ -51,7 +58,7 @@ def test_other_commands(command: tuple[str, ...], columns: set[str], tmp_path: P
     finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
     assert finished.returncode == 0, finished.stderr
     for row in json.loads(files["json"].read_text()):
-        assert columns <= set(row) and row["gb_per_s"] > 0
+        assert columns | COLUMNS <= set(row) and row["gb_per_s"] > 0
     if "--plot" in run:
         assert files["plot"].read_bytes().startswith(b"\x89PNG")
 
@@ -62,19 +69,31 @@ def test_serve_and_connect(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
+    check_serve_and_connect([], [], ["--address", address], tmp_path / "rows.json")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_serve_and_connect_between_two_hosts(tmp_path: Path) -> None:
+    with two_networks() as (here, there):
+        flags = ["--ucx-tls", "tcp", "--address", f"{here.address}:9000"]
+        check_serve_and_connect(here.command(), there.command(), flags, tmp_path / "rows.json")
+
+
+def check_serve_and_connect(serve: list[str], connect: list[str], flags: list[str], file: Path) -> None:
     base = [sys.executable, "-m", "twopool.scripts.bench_transfer"]
-    flags = ["--quick", "--address", address]
-    file = tmp_path / "rows.json"
-    with subprocess.Popen([*base, "serve", *flags], stdout=subprocess.PIPE, text=True) as server:
+    flags = ["--quick", *flags]
+    with subprocess.Popen([*serve, *base, "serve", *flags], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None and "serving 3 pools" in server.stdout.readline()
-            finished = subprocess.run(
-                [*base, "connect", *flags, "--json", str(file)], capture_output=True, text=True, timeout=110
-            )
+            command = [*connect, *base, "connect", *flags, "--json", str(file)]
+            finished = subprocess.run(command, capture_output=True, text=True, timeout=110)
             assert finished.returncode == 0, finished.stderr
         finally:
             server.kill()
-    assert {row["block_bytes"] for row in json.loads(file.read_text())} == {4096, 65536, 1048576}
+    rows = json.loads(file.read_text())
+    assert {row["block_bytes"] for row in rows} == {4096, 65536, 1048576}
+    assert all(set(row) >= COLUMNS for row in rows)
 
 
 def test_a_wrong_geometry_is_refused_in_words() -> None:
