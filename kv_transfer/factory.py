@@ -8,6 +8,7 @@ import torch
 from twopool.kv_transfer.agent import ReadAgent
 from twopool.kv_transfer.fault_points import FaultPoints
 from twopool.kv_transfer.faulty_agent import FaultyAgent
+from twopool.kv_transfer.gathering import GatheringAgent
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS
 from twopool.kv_transfer.local import LocalAgent, LocalFabric
 from twopool.kv_transfer.mapped import MappingAgent
@@ -51,6 +52,8 @@ def create_transport(
         from twopool.kv_transfer.nixl import NixlAgent  # loads NIXL and UCX, which "local" does without
 
         agent: ReadAgent = NixlAgent(name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx_tls=ucx_tls)
+        if geometry.memory == "host":
+            agent = GatheringAgent(agent)
         if map_same_host:
             agent = MappingAgent(agent)
     elif name == "local" and fabric is not None:

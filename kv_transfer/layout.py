@@ -207,12 +207,17 @@ class LayoutPlan:
             length = small * pool.head_dim * DTYPE_BYTES[pool.dtype]
             return StridedList(0, length, length, pool.pool_bytes // length)
 
+        local_index = index(self.local, request.local_block_ids, heads.local_head)
+        remote_index = index(remote, request.remote_block_ids, heads.remote_head)
+        if remote.block_size > small:  # what lies side by side over there comes next to one another
+            order = np.argsort(remote_index)
+            local_index, remote_index = local_index[order], remote_index[order]
         return Runs(
             rank=heads.rank,
             local=run_list(self.local),
             remote=run_list(remote),
-            local_index=index(self.local, request.local_block_ids, heads.local_head),
-            remote_index=index(remote, request.remote_block_ids, heads.remote_head),
+            local_index=local_index,
+            remote_index=remote_index,
         )
 
 

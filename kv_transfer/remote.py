@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from twopool.kv_transfer.agent import Post, PreparedList
-from twopool.kv_transfer.converting import STAGING_BYTES
 from twopool.kv_transfer.fetch import Fetch
 from twopool.kv_transfer.layout import Conversion, Index, Runs, StridedList
+from twopool.kv_transfer.staging import STAGING_BYTES
 from twopool.protocol.errors import TransferError
 from twopool.protocol.ids import Epoch, WorkerId
 from twopool.protocol.messages import RankPool
