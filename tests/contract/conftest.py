@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from twopool.kv_transfer.agent import Post, PreparedList, ReadAgent
+from twopool.kv_transfer.gathering import GatheringAgent
 from twopool.kv_transfer.interface import FetchRequest
 from twopool.kv_transfer.layout import Index, StridedList
 from twopool.kv_transfer.local import LocalAgent, LocalFabric
@@ -137,6 +138,7 @@ class World:
             inner = LocalAgent(name=unique_name, pool=pool, fabric=self.fabric)
         else:
             inner = NixlAgent(name=unique_name, pool=pool, geometry=geometry, backend="UCX", ucx_tls=self.ucx_tls)
+            inner = GatheringAgent(inner)
             inner = MappingAgent(inner) if self.maps else inner
         agent = GatedAgent(inner)
         transport = RankTransport(

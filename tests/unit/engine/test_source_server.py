@@ -56,14 +56,15 @@ class Setup:
 
     async def visit(self, *, asks: bool) -> None:
         """A reader that shakes hands, asks for something or nothing, and leaves."""
-        welcomed, lost = asyncio.Event(), len(self.handler.lost)
+        connected, welcomed, lost = asyncio.Event(), asyncio.Event(), len(self.handler.lost)
         socket = ClientSocket(
             security=self.security,
             address=self.server.address,
             on_message=lambda _: welcomed.set(),
-            on_connected=lambda: None,
+            on_connected=connected.set,
             on_lost=lambda: None,
         )
+        await asyncio.wait_for(connected.wait(), 5)
         socket.send(encode(handshake.hello(HASH, identity("decode-0"))))
         await asyncio.wait_for(welcomed.wait(), 5)
         if asks:
