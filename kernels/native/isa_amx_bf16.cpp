@@ -18,6 +18,7 @@ namespace {
 #include "tiles.inc"
 #include "elementwise.inc"
 #include "gemm.inc"
+#include "attention_few_rows.inc"
 #include "attention.inc"
 #include "op_table.inc"
 

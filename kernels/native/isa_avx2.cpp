@@ -16,6 +16,7 @@ namespace {
 #include "microkernel.inc"
 #include "elementwise.inc"
 #include "gemm.inc"
+#include "attention_few_rows.inc"
 #include "attention.inc"
 #include "op_table.inc"
 

@@ -56,6 +56,14 @@ struct ReadAhead {
   int64_t offset;          // of the next line in its run, bytes
 };
 
+// What a product fetches while it computes: the weights it will want next, and a share of `ahead`.
+struct Fetches {
+  const char* weights;     // the next line of them
+  const char* end_weights;
+  int weight_lines;        // fetched every kInnerUnit inner elements
+  ReadAhead* ahead;        // or null
+};
+
 // One task of a matrix product: `num_rows` rows by `num_panels` panels.
 struct GemmTask {
   const void* rows;        // T [num_rows][row_stride]
@@ -70,6 +78,8 @@ struct GemmTask {
   void* out;               // float [num_rows][out_stride], for kGated T; at the first panel's first column
   int64_t out_stride;      // elements
   int64_t num_cols;        // columns that exist from there on; the padding beyond is not written
+  const void* next_panel;  // T, what this thread multiplies by after these
+  int64_t next_inner;      // of it, padded; 0: none
   ReadAhead* ahead;        // what this thread may fetch meanwhile, or null
 };
 

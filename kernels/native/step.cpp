@@ -96,7 +96,7 @@ void StepRunner::walk(int thread) {
     if (l == 0) read_ahead(l, thread);
     const Rows& attention_input = normalise(layer.input_norm, num_rows, thread);
     multiply(thread, layer.qkv, attention_input, num_rows, Epilogue::kStore, qkv_.memory.as<void>(), qkv_.stride,
-             shape_.qkv_size());
+             shape_.qkv_size(), &layer.output);
     const AttentionPlan& plan = plans_.at(shape_.windows[static_cast<size_t>(l)]);
     const bool rotates_by_task = writes_are_private_ && plan.one_task_a_head();  // saves a barrier
     const bool ends_here = last && num_wanted == 0;  // the cache is filled, nothing else is asked for
@@ -110,13 +110,14 @@ void StepRunner::walk(int thread) {
     if (!last) read_ahead(l + 1, thread);
     if (last) gather_wanted(thread);
     const int64_t rows = last ? num_wanted : num_rows;
-    if (!add_product(thread, layer.output, attended_, rows)) return;
+    if (!add_product(thread, layer.output, attended_, rows, &layer.gate_up)) return;
     // To be here every thread of every rank has left attend, and with it everything that writes this layer's K and V.
     if (thread == 0 && batch_->layers_done != nullptr) __atomic_store_n(batch_->layers_done, l + 1, __ATOMIC_RELEASE);
     const Rows& mlp_input = normalise(layer.post_attention_norm, rows, thread);
     multiply(thread, layer.gate_up, mlp_input, rows, Epilogue::kGated, gated_.memory.as<void>(), gated_.stride,
-             layer.gate_up.num_panels * kPanelCols);
-    if (!add_product(thread, layer.down, gated_, rows)) return;
+             layer.gate_up.num_panels * kPanelCols, &layer.down);
+    const PackedMatrix& after = last ? model_.head() : model_.layers()[static_cast<size_t>(l) + 1].qkv;
+    if (!add_product(thread, layer.down, gated_, rows, &after)) return;
   }
   write_logits(thread, normalise(model_.final_norm(), num_wanted, thread), num_wanted);
 }
@@ -145,15 +146,17 @@ bool StepRunner::embed_among_ranks(int thread) {
 }
 
 // Adds a projection to the residual stream, the sum over the ranks where each has a part of the inputs.
-bool StepRunner::add_product(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows) {
+bool StepRunner::add_product(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows,
+                             const PackedMatrix* after) {
   float* residual = residual_.memory.as<float>();
   const int64_t stride = residual_.stride, hidden = shape_.hidden_size;
   if (ranks_ == nullptr) {
-    multiply(thread, matrix, rows, num_rows, Epilogue::kAdd, residual, stride, hidden);
+    multiply(thread, matrix, rows, num_rows, Epilogue::kAdd, residual, stride, hidden, after);
     return true;
   }
   const uint32_t round = ranks_->round();
-  multiply(thread, matrix, rows, num_rows, Epilogue::kStore, ranks_->slot(ranks_->rank(), round), stride, hidden);
+  multiply(thread, matrix, rows, num_rows, Epilogue::kStore, ranks_->slot(ranks_->rank(), round), stride, hidden,
+           after);
   if (!ranks_->meet(round, thread == 0)) return false;
   for_rows(thread, num_rows, [&](int64_t row) {
     add_slots(*ranks_, round, row * stride, hidden, true, residual + row * stride);
@@ -164,7 +167,8 @@ bool StepRunner::add_product(int thread, const PackedMatrix& matrix, const Rows&
 bool StepRunner::write_logits(int thread, const Rows& last_hidden, int64_t num_rows) {
   const int64_t vocab_size = shape_.vocab_size;
   if (ranks_ == nullptr) {
-    multiply(thread, model_.head(), last_hidden, num_rows, Epilogue::kStore, batch_->logits, vocab_size, vocab_size);
+    multiply(thread, model_.head(), last_hidden, num_rows, Epilogue::kStore, batch_->logits, vocab_size, vocab_size,
+             nullptr);
     return true;
   }
   const int own = ranks_->rank();
@@ -179,7 +183,7 @@ bool StepRunner::write_logits(int thread, const Rows& last_hidden, int64_t num_r
     const int64_t count = std::min(rows_at_once, num_rows - first);
     float* out = own == 0 ? batch_->logits + first * vocab_size : ranks_->slot_as<float>(own, round);
     multiply(thread, model_.head(), last_hidden, count, Epilogue::kStore, out, own == 0 ? vocab_size : width(own),
-             width(own), first);
+             width(own), nullptr, first);
     if (!ranks_->meet(round, thread == 0)) return false;
     if (own != 0) continue;
     for_rows(thread, count, [&](int64_t row) {
@@ -225,23 +229,38 @@ void StepRunner::normalise_row(const std::vector<float>& weight, int64_t row, co
              out.memory.as<uint8_t>() + row * out.stride * element_bytes(shape_.dtype)});
 }
 
-void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
-                          int64_t out_stride, int64_t num_cols, int64_t first_row) {
+// Neighbouring tasks share their rows, which stay in the cache, while the weights stream by.
+struct StepRunner::ProductTasks {
+  int64_t num_groups, panels_a_task, count;
+
+  ProductTasks(const PackedMatrix& matrix, int64_t num_rows, int num_threads) {
+    const int64_t num_blocks = (num_rows + kTaskRows - 1) / kTaskRows;
+    const int64_t wanted = num_blocks * matrix.num_panels / (num_threads * kGemmTasksAThread);
+    panels_a_task = std::clamp<int64_t>(wanted, 1, kMaxPanelsATask);
+    num_groups = (matrix.num_panels + panels_a_task - 1) / panels_a_task;
+    count = num_blocks * num_groups;
+  }
+  int64_t row(int64_t index) const { return index / num_groups * kTaskRows; }
+  int64_t panel(int64_t index) const { return index % num_groups * panels_a_task; }
+};
+
+void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue,
+                          void* out, int64_t out_stride, int64_t num_cols, const PackedMatrix* after,
+                          int64_t first_row) {
   const int64_t element = element_bytes(shape_.dtype), out_element = epilogue == Epilogue::kGated ? element : 4;
   const int64_t out_panel = epilogue == Epilogue::kGated ? kPanelCols / 2 : kPanelCols;
-  const int64_t num_blocks = (num_rows + kTaskRows - 1) / kTaskRows;
-  const int64_t wanted = num_blocks * matrix.num_panels / (pool_.num_threads() * kGemmTasksAThread);
-  const int64_t panels_a_task = std::clamp<int64_t>(wanted, 1, kMaxPanelsATask);
-  const int64_t num_groups = (matrix.num_panels + panels_a_task - 1) / panels_a_task;
-  const int64_t panel_bytes = kPanelCols * matrix.padded_inner * element;
-  // Neighbouring tasks share their rows, which stay in the cache, while the weights stream by.
-  pool_.for_each(thread, num_blocks * num_groups, [&](int64_t index) {
-    const int64_t row = index / num_groups * kTaskRows, panel = index % num_groups * panels_a_task;
+  const int num_threads = pool_.num_threads();
+  const ProductTasks tasks(matrix, num_rows, num_threads);
+  const auto panel_at = [element](const PackedMatrix& of, int64_t panel) {
+    return of.panels + panel * kPanelCols * of.padded_inner * element;
+  };
+  pool_.for_each(thread, tasks.count, [&](int64_t index) {
+    const int64_t row = tasks.row(index), panel = tasks.panel(index), panels_a_task = tasks.panels_a_task;
     GemmTask task = {};
     task.rows = rows.memory.as<uint8_t>() + (first_row + row) * rows.stride * element;
     task.row_stride = rows.stride;
     task.num_rows = static_cast<int>(std::min<int64_t>(kTaskRows, num_rows - row));
-    task.panels = matrix.panels + panel * panel_bytes;
+    task.panels = panel_at(matrix, panel);
     task.num_panels = static_cast<int>(std::min(panels_a_task, matrix.num_panels - panel));
     task.inner = matrix.padded_inner;
     task.bias = matrix.bias.empty() ? nullptr : matrix.bias.data() + panel * kPanelCols;
@@ -250,6 +269,14 @@ void StepRunner::multiply(int thread, const PackedMatrix& matrix, const Rows& ro
     task.out = static_cast<uint8_t*>(out) + (row * out_stride + panel * out_panel) * out_element;
     task.out_stride = out_stride;
     task.num_cols = num_cols - panel * kPanelCols;
+    if (index + 1 != pool_.first_task(thread + 1, tasks.count)) {
+      task.next_panel = panel_at(matrix, tasks.panel(index + 1));
+      task.next_inner = matrix.padded_inner;
+    } else if (after != nullptr) {
+      const ProductTasks then(*after, num_rows, num_threads);
+      task.next_panel = panel_at(*after, then.panel(pool_.first_task(thread, then.count)));
+      task.next_inner = after->padded_inner;
+    }
     task.ahead = &ahead_[static_cast<size_t>(thread)];
     ops_.gemm(task);
   });

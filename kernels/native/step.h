@@ -36,17 +36,20 @@ class StepRunner {
     void reserve(int64_t num_rows, int64_t width, int64_t element);
   };
 
+  struct ProductTasks;
+
   void reserve(int64_t num_rows);
   void walk(int thread);
   void embed(int thread);
   // -> the rows, normalised, for this thread to multiply.
   const Rows& normalise(const std::vector<float>& weight, int64_t num_rows, int thread);
   void normalise_row(const std::vector<float>& weight, int64_t row, const Rows& out);
+  // after: the matrix of the next product, null: this is the last one.
   void multiply(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, Epilogue epilogue, void* out,
-                int64_t out_stride, int64_t num_cols, int64_t first_row = 0);
+                int64_t out_stride, int64_t num_cols, const PackedMatrix* after, int64_t first_row = 0);
   // Those that meet the other ranks return false when the group is lost, on every thread alike.
   bool embed_among_ranks(int thread);
-  bool add_product(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows);
+  bool add_product(int thread, const PackedMatrix& matrix, const Rows& rows, int64_t num_rows, const PackedMatrix* after);
   bool write_logits(int thread, const Rows& last_hidden, int64_t num_rows);
   void rotate(int layer, int thread);
   void rotate_heads(int layer, int64_t row, int first_kv_head, int num_kv_heads);

@@ -35,6 +35,9 @@ class ThreadPool {
   // Runs region(thread) on every thread and returns when all are through. One caller at a time.
   void run(const std::function<void(int)>& region);
 
+  // A thread's own run of tasks starts at first_task(thread) and ends before first_task(thread + 1).
+  int64_t first_task(int thread, int64_t count) const { return count * thread / num_threads_; }
+
   // Within a region, by every thread: runs tasks 0 .. count-1, then meets the others. A thread walks a run of its own,
   // so that memory is read in order and the same weights by the same core in each step, then helps those that are not
   // through. Which thread runs a task must not matter to its result.
@@ -42,7 +45,7 @@ class ThreadPool {
   void for_each(int thread, int64_t count, const Task& task) {
     for (int i = 0; i < num_threads_; ++i) {
       const int owner = (thread + i) % num_threads_;
-      const int64_t first = count * owner / num_threads_, end = count * (owner + 1) / num_threads_;
+      const int64_t first = first_task(owner, count), end = first_task(owner + 1, count);
       std::atomic<int64_t>& num_taken = runs_[static_cast<size_t>(owner)].num_taken;
       for (int64_t next; (next = first + num_taken.fetch_add(1, std::memory_order_relaxed)) < end;) task(next);
     }

@@ -76,6 +76,8 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama_small_heads": lambda: _llama(num_key_value_heads=4, head_dim=8),
     "llama_wide_heads": lambda: _llama(num_key_value_heads=1, head_dim=32),
     "llama_9_3": lambda: _llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=16),
+    "llama_9_3_head_64": lambda: _llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=64),
+    "llama_7_1_head_128": lambda: _llama(hidden_size=56, num_attention_heads=7, num_key_value_heads=1, head_dim=128),
     "llama_7_1": lambda: _llama(hidden_size=56, num_attention_heads=7, num_key_value_heads=1),
     "mistral_5_1_hidden_96": lambda: MistralConfig(
         **(_SIZES | {"hidden_size": 96, "num_attention_heads": 5, "num_key_value_heads": 1}),
@@ -85,6 +87,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral_window_8": lambda: MistralConfig(**_SIZES, sliding_window=8),
     "mistral_window_16": lambda: MistralConfig(**_SIZES, sliding_window=16),
     "mistral_window_33": lambda: MistralConfig(**_SIZES, sliding_window=33),
+    "mistral_window_33_head_64": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=33),
     "qwen2": lambda: Qwen2Config(**_SIZES),
     "qwen2_upper_windows": lambda: Qwen2Config(
         **_SIZES, use_sliding_window=True, sliding_window=20, max_window_layers=1

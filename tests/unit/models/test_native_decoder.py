@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 ISAS = () if UNAVAILABLE else supported_isas()
 DTYPES = (torch.float32, torch.bfloat16)
 SMOLLM2 = default_cache_dir() / "models" / "smollm2-135m-instruct"
-# What differs in the native code: groups of heads, head sizes that fill no vector, windows, norms, biases.
-SHAPES = ("llama_9_3", "llama_7_1", "mistral_window_33", "qwen3_tied_bias")
+# What differs in the native code: groups of heads, head sizes that fill no vector or several, windows, norms, biases.
+SHAPES = ("llama_9_3", "llama_7_1", "mistral_window_33", "qwen3_tied_bias", "llama_9_3_head_64", "llama_7_1_head_128")
 Loader = Callable[..., NativeDecoder]
 
 
@@ -86,7 +86,7 @@ LONG = 1100  # three splits of the keys, so that they are combined
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama_9_3", "mistral_window_33"])
+@pytest.mark.parametrize("name", ["llama_9_3", "mistral_window_33", "llama_7_1_head_128", "mistral_window_33_head_64"])
 def test_chunks_and_threads_do_not_alter_a_bit(
     name: str, dtype: torch.dtype, load: Loader, tiny_model: Callable[[str], Any], make_driver: Callable[..., Any]
 ) -> None:
@@ -111,11 +111,12 @@ def test_chunks_and_threads_do_not_alter_a_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama_9_3", "llama_9_3_head_64"])
 def test_neighbours_do_not_alter_a_bit(
-    dtype: torch.dtype, load: Loader, tiny_model: Callable[[str], Any], make_driver: Callable[..., Any]
+    name: str, dtype: torch.dtype, load: Loader, tiny_model: Callable[[str], Any], make_driver: Callable[..., Any]
 ) -> None:
     """A decode and a chunk alone, and in batches of 2 to 33 whose other sequences are random."""
-    model = tiny_model("llama_9_3")
+    model = tiny_model(name)
     decoder = load(model.folder, dtype)
     random = np.random.default_rng(2)
     ids = model.prompt
