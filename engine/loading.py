@@ -94,11 +94,15 @@ ALONE = Shard(0, 1)
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One process's place in its worker. ``cpus`` are for its compute threads; None: all that the process may use."""
+    """One process's place in its worker. ``cpus`` are for its compute threads; None: all that the process may use.
+
+    ``local_rank``: its number among the ranks of its node.
+    """
 
     shard: Shard = ALONE
     collective: Collective | None = None
     cpus: tuple[int, ...] | None = None
+    local_rank: int = 0
 
 
 def load_model(config: WorkerConfig, folder: Path) -> LoadedModel:
@@ -111,7 +115,7 @@ def load_decoder(config: WorkerConfig, folder: Path, place: RankPlace) -> Decode
     """The rank's part of the model in ``folder``. Raises ``ModelError`` or ``ConfigError``."""
     cpus = sorted(os.sched_getaffinity(0)) if place.cpus is None else list(place.cpus)
     torch.set_num_threads(config.num_threads or len(cpus))
-    device = rank_device(config.device, place.shard.rank)
+    device = rank_device(config.device, place.local_rank)
     dtype = TORCH_DTYPES[_dtype(config.dtype, folder)]
     decoder = _load_decoder(config, folder, dtype, device, place, cpus)
     _check_length(config, decoder.config.max_model_len)
@@ -214,7 +218,10 @@ def _own_cpus(num_threads: int, cpus: Sequence[int], num_ranks: int) -> Sequence
 
 
 def rank_device(name: str, rank: int) -> torch.device:
-    """The device of a worker's rank: GPUs one after the other from the one named, or the first. ``ConfigError``."""
+    """The device of a node's rank ``rank``: GPUs one after the other from the one named, or the first.
+
+    Raises ``ConfigError``.
+    """
     device = _device(name)
     if device.type == "cpu" or rank == 0:
         return device

@@ -48,10 +48,12 @@ MeetingPlace = SharedSegment | Rendezvous
 class RankSetup(Struct, frozen=True, kw_only=True, tag="setup"):
     """The first message: load this shard. ``flags`` are the worker's own, as on its command line.
 
-    ``cpus``: what to keep to; None: whatever the leader keeps to.
+    ``cpus``: what to keep to; None: whatever the process that started it keeps to. ``local_rank``: the rank's number
+    among those of its node, which take one GPU each.
     """
 
     rank: _Index
+    local_rank: _Index
     size: Annotated[int, Meta(ge=2, le=MAX_RANKS)]
     flags: tuple[_Text, ...]
     folder: _Text

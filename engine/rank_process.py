@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from twopool.engine.rank_life import live_with_leader
-from twopool.protocol.processes import die_with_parent
+from twopool.protocol.processes import die_with_parent, leave
 
 if TYPE_CHECKING:
     from twopool.engine.loading import LoadedModel
@@ -51,15 +50,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
-    _end(status)
-
-
-def _end(status: int) -> NoReturn:
-    """Without the interpreter's teardown: the thread that computes may be anywhere, and the kernel frees everything."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)  # the thread that computes may be anywhere
 
 
 class _Rank:
@@ -107,7 +98,7 @@ def _config(setup: "RankSetup") -> "WorkerConfig":
 def _load(
     setup: "RankSetup", config: "WorkerConfig", control: "FrameSocket[ControlCommand]"
 ) -> "tuple[LoadedModel, Epoch, Collective]":
-    from twopool.engine.loading import RankPlace, kernel_backend, load_decoder, pool_blocks, with_pool
+    from twopool.engine.loading import RankPlace, kernel_backend, load_decoder, pool_blocks, rank_device, with_pool
     from twopool.engine.rank_messages import AllocatePool, ShardLoaded
     from twopool.engine.tp_meeting import join
     from twopool.models.sharding import Shard
@@ -116,8 +107,8 @@ def _load(
     if setup.cpus is not None:
         os.sched_setaffinity(0, setup.cpus)
     folder, shard = Path(setup.folder), Shard(setup.rank, setup.size)
-    collective = join(setup.meeting, shard, config)
-    place = RankPlace(shard, collective)
+    collective = join(setup.meeting, shard, rank_device(config.device, setup.local_rank))
+    place = RankPlace(shard, collective, local_rank=setup.local_rank)
     decoder = load_decoder(config, folder, place)
     loaded = ShardLoaded(
         num_blocks=pool_blocks(config, decoder),

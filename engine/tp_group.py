@@ -16,72 +16,42 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-import msgspec
-
+from twopool.engine.node_server import NodeServer
 from twopool.engine.rank_life import RankWatch
 from twopool.engine.rank_messages import (
     AllocatePool,
     ControlAnswer,
     LoadFailed,
     PoolReady,
-    RankSetup,
     ShardLoaded,
     StepCommand,
-    StepDone,
 )
+from twopool.engine.rank_processes import RankHandle
 from twopool.engine.step import StepPlan
 from twopool.kernels.collectives import Collective
 from twopool.kv_transfer.group import GroupTransport
 from twopool.kv_transfer.interface import KvTransport
 from twopool.kv_transfer.rank_messages import KvAnswer
 from twopool.protocol.errors import CollectiveError, ConfigError, ModelError, ProtocolError, TwopoolError
-from twopool.protocol.framing import FrameConnection, FrameSocket, frame
+from twopool.protocol.framing import FrameConnection, frame
 from twopool.protocol.ids import Epoch
-from twopool.protocol.messages import RankPool
 from twopool.protocol.processes import describe_exit
 
 logger = logging.getLogger(__name__)
 
-EXIT_WITHIN_S = 1.0
+EXIT_WITHIN_S = 0.5
 STOP_WITHIN_S = 2.0
 STEP_TIMEOUT_S = 60.0
 """How long a rank may take for its part of a step after the leader's own is done."""
 LOAD_GRACE_S = 60.0
 LOAD_FACTOR = 4.0
 """Ranks load beside the leader: they may take so many times as long as it took, and ``LOAD_GRACE_S``."""
-
-
-@dataclass(eq=False)
-class RankHandle:
-    """One other rank. A ``RankPort``."""
-
-    rank: int
-    process: "subprocess.Popen[bytes]"
-    life: socket.socket
-    control: FrameSocket[ControlAnswer]
-    steps: FrameSocket[StepDone]
-    pools: list[RankPool] = field(default_factory=list)
-    connection: FrameConnection[KvAnswer] | None = None
-
-    @property
-    def pool(self) -> RankPool:
-        return self.pools[0]
-
-    def send(self, message: msgspec.Struct) -> None:
-        if self.connection is not None:
-            self.connection.send(message)
-
-    def close(self) -> None:
-        for sock in (self.control.socket, self.steps.socket, self.life):
-            sock.close()
 
 
 class TpGroup:
@@ -92,21 +62,27 @@ class TpGroup:
         handles: Sequence[RankHandle],
         epoch: Epoch,
         *,
+        nodes: NodeServer | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
+        """``nodes``: where some of the ranks are on other nodes."""
         self.epoch = epoch
         self.failure: TwopoolError | None = None
         self.collective: Collective | None = None
         """this process's side, once the ranks have met"""
         self._handles = tuple(handles)
+        self._nodes = nodes
         self._exit_process = exit_process
         self._lock = threading.Lock()
         self._is_closing = False
         self._transport: GroupTransport | None = None
         self._on_failure: Callable[[TwopoolError], None] | None = None
+        self._on_stop: Callable[[], None] | None = None
         self._started_s = time.monotonic()
         self._num_steps = 0
         self._watch = RankWatch({handle.rank: handle.life for handle in handles}, self._on_end)
+        if nodes is not None:
+            nodes.watch(self.fail, self._on_node_stop)
 
     @property
     def size(self) -> int:
@@ -161,9 +137,13 @@ class TpGroup:
             )
         return transport
 
-    async def serve(self) -> NoReturn:
-        """Let the ranks' transports talk on this loop until the group fails, which is raised."""
+    async def serve(self, on_stop: Callable[[], None]) -> NoReturn:
+        """Let the ranks' transports talk on this loop until the group fails, which is raised.
+
+        ``on_stop``: called on the loop when another node was told to stop.
+        """
         loop = asyncio.get_running_loop()
+        self._on_stop = lambda: _soon(loop, on_stop)
         failed: asyncio.Future[TwopoolError] = loop.create_future()
 
         def settle(error: TwopoolError) -> None:
@@ -171,8 +151,7 @@ class TpGroup:
                 failed.set_result(error)
 
         def on_failure(error: TwopoolError) -> None:
-            with contextlib.suppress(RuntimeError):  # a loop that is closed has nobody waiting
-                loop.call_soon_threadsafe(settle, error)
+            _soon(loop, settle, error)
 
         for handle in self._handles:
             if handle.connection is not None:
@@ -185,6 +164,11 @@ class TpGroup:
         if self._transport is not None:
             self._transport.fail(error.message)
         raise error
+
+    def announce(self) -> None:
+        """Tell the other nodes that the worker is up."""
+        if self._nodes is not None:
+            self._nodes.serves()
 
     # --- steps, on the compute thread
 
@@ -223,16 +207,21 @@ class TpGroup:
         timer = threading.Timer(EXIT_WITHIN_S, self._exit_process, (1,))
         timer.daemon = True
         timer.start()
-        if self.collective is not None:
-            self.collective.abort()
+        if self._nodes is not None:
+            self._nodes.end(reason)
         for handle in self._handles:
             with contextlib.suppress(ProcessLookupError):
                 handle.process.kill()
+        if self.collective is not None:
+            self.collective.abort()
         if on_failure is not None:
             on_failure(self.failure)
 
-    def close(self) -> None:
-        """End the other ranks, by force if they do not go by themselves. Idempotent; blocks for a moment."""
+    def close(self, reason: str | None = None) -> None:
+        """End the other ranks, by force if they do not go by themselves. Idempotent; blocks for a moment.
+
+        ``reason``: why a worker that has not failed ends before its time, for its other nodes.
+        """
         with self._lock:
             self._is_closing = True
         self._watch.close()
@@ -247,8 +236,11 @@ class TpGroup:
                 handle.process.wait(max(deadline_s - time.monotonic(), 0.01))
             except subprocess.TimeoutExpired:
                 handle.process.kill()
-                handle.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # of a node that stands still
+                    handle.process.wait(STOP_WITHIN_S)
             handle.close()
+        if self._nodes is not None:
+            self._nodes.close(reason if self.failure is None else self.failure.message)
         if self.collective is not None:
             self.collective.close()
 
@@ -273,6 +265,12 @@ class TpGroup:
             self.fail(f"{self._name(handle)}: {error.message}")
         # Else its process is ending: the watch will say how.
 
+    def _on_node_stop(self) -> None:
+        if self._on_stop is not None:
+            self._on_stop()
+        else:
+            self.fail("a node was told to stop before the worker was up")
+
     def _on_end(self, rank: int, silent: bool) -> None:
         handle = self._handles[rank - 1]
         if silent:
@@ -285,47 +283,10 @@ class TpGroup:
         self.fail(f"{self._name(handle)} ended with {describe_exit(status)}")
 
     def _name(self, handle: RankHandle) -> str:
-        return f"rank {handle.rank} of {self.size}"
+        return f"rank {handle.rank} of {self.size}{handle.where}"
 
 
-class LocalRanks:
-    """Starts the rank processes of this host. Use it on the main thread: the kernel ties a child to its thread."""
-
-    PROGRAM = (sys.executable, "-P", "-m", "twopool.engine.rank_process")
-
-    @classmethod
-    def start(cls, setups: Sequence[RankSetup], *, inherit: Sequence[int] = ()) -> list[RankHandle]:
-        """One process a setup, each told its own. ``inherit``: descriptors they need."""
-        handles: list[RankHandle] = []
-        try:
-            for setup in setups:
-                handles.append(cls._start_one(setup, inherit))
-                handles[-1].control.send(frame(setup), timeout_s=STEP_TIMEOUT_S)
-        except BaseException:
-            for handle in handles:
-                handle.process.kill()
-                handle.process.wait()
-                handle.close()
-            raise
-        return handles
-
-    @classmethod
-    def _start_one(cls, setup: RankSetup, inherit: Sequence[int]) -> RankHandle:
-        ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
-        fds = [sock.fileno() for sock in theirs]
-        try:
-            process = subprocess.Popen(
-                [*cls.PROGRAM, f"--parent={os.getpid()}", *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output is the leader's, for the one line that says it is up
-                pass_fds=(*fds, *inherit),
-            )
-        except BaseException:
-            for sock in ours:
-                sock.close()
-            raise
-        finally:
-            for sock in theirs:
-                sock.close()
-        life, control, steps = ours
-        return RankHandle(setup.rank, process, life, FrameSocket(control, ControlAnswer), FrameSocket(steps, StepDone))
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
+    """``call`` on ``loop``, from any thread."""
+    with contextlib.suppress(RuntimeError):  # a loop that is closed has nobody waiting
+        loop.call_soon_threadsafe(call, *arguments)

@@ -25,6 +25,7 @@ from twopool.engine.grammar import GrammarEngine
 from twopool.engine.group_runner import GroupRunner
 from twopool.engine.incoming import KvMemory
 from twopool.engine.loading import LoadedModel
+from twopool.engine.node_process import run_node
 from twopool.engine.prefix_source import PrefixSource
 from twopool.engine.requests import LayerProgress, StepOutput
 from twopool.engine.router_link import RouterHandler, RouterLinks
@@ -41,7 +42,7 @@ from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, KvTr
 from twopool.kv_transfer.local import LocalFabric
 from twopool.kv_transfer.memory import settle_pool_later
 from twopool.protocol.config import WorkerConfig
-from twopool.protocol.errors import ConfigError, CorruptKvError, TransferError, TwopoolError
+from twopool.protocol.errors import CollectiveError, ConfigError, CorruptKvError, TransferError, TwopoolError
 from twopool.protocol.ids import WorkerId, new_epoch, new_worker_id
 from twopool.protocol.logs import setup_logging
 from twopool.protocol.messages import (
@@ -56,6 +57,7 @@ from twopool.protocol.messages import (
     Role,
     WorkerStats,
 )
+from twopool.protocol.processes import leave
 from twopool.protocol.security import Security
 
 logger = logging.getLogger(__name__)
@@ -239,7 +241,7 @@ class WorkerHost:
             if announce:
                 parts.append(self._announce())
             if self._model.group is not None:
-                parts.append(self._model.group.serve())
+                parts.append(self._model.group.serve(self.stop))
             tasks = [group.create_task(part) for part in parts]
             await self._stopping.wait()
             await self._drain()
@@ -314,6 +316,8 @@ class WorkerHost:
     async def _announce(self) -> None:
         """The one line on stdout that says this worker is up."""
         await self.routers.registered.wait()
+        if self._model.group is not None:
+            self._model.group.announce()
         line = {
             "event": "ready",
             "role": self._role_name,
@@ -404,7 +408,9 @@ class WorkerHost:
 
 
 def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callable[[WorkerHost], WorkerRole]) -> int:
-    """A whole worker process in the foreground; returns its exit status."""
+    """A whole worker process in the foreground, or a node of it; returns its exit status."""
+    if config.node_rank:
+        run_node(config, role, folder)
     setup_logging(process=config.worker_id or role, level=config.log_level, style=config.log_format)
 
     config = replace(config, worker_id=config.worker_id or new_worker_id(role))  # all ranks' name
@@ -414,7 +420,7 @@ def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callab
 
     group: TpGroup | None = None
     try:
-        model = load_worker(config, folder)
+        model = load_worker(config, role, folder)
         group = model.group
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main(model))
@@ -423,6 +429,10 @@ def run_worker(config: WorkerConfig, role: Role, folder: Path, make_role: Callab
         if known is None:
             raise
         sys.stderr.write(f"twopool: error: {known.message}\n")
+        if isinstance(known, CollectiveError):  # all nodes are to be gone in time
+            if group is not None:
+                group.close()
+            leave(1)
         return 2 if isinstance(known, ConfigError) else 1
     finally:
         if group is not None:

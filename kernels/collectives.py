@@ -9,6 +9,8 @@ and somebody calls it for the group: the others then raise `CollectiveError` at 
 """
 
 import ctypes
+import os
+import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twopool.kernels.native_library import GROUP_LOST, native_library
+from twopool.protocol.endpoints import bracketed, interface_towards
 from twopool.protocol.errors import CollectiveError
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 """How long a rank waits for the others at one point: the longest layer of the longest step must be shorter."""
+JOIN_TIMEOUT_S: Final = 120.0
+"""How long the first of the ranks waits for the last one to come, whose libraries may load slowly."""
 
 
 class Collective(Protocol):
@@ -259,21 +264,38 @@ class DistributedCollective:
 
 
 def distributed_group(
-    *, backend: str, rank: int, size: int, master_addr: str, master_port: int, timeout_s: float = DEFAULT_TIMEOUT_S
+    *,
+    backend: str,
+    rank: int,
+    size: int,
+    master_addr: str,
+    master_port: int,
+    listener: socket.socket | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
 ) -> DistributedCollective:
     """Join the process group that rank 0 opens at master_addr:master_port, once a process.
 
-    Raises CollectiveError when the others do not come within timeout_s.
+    listener: rank 0's, listening there; without it rank 0 opens the place by itself, on all of its host's addresses.
+
+    Raises CollectiveError when the others do not come within join_timeout_s.
     """
-    address = f"[{master_addr}]" if ":" in master_addr else master_addr
+    address = f"{bracketed(master_addr)}:{master_port}"
+    if backend == "gloo":
+        # By itself gloo takes the address of the host's name, which often is loopback: other hosts would not find it.
+        interface = interface_towards(master_addr)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{address}:{master_port}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            master_addr,
+            master_port,
+            size,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=join_timeout_s),
+            master_listen_fd=None if listener is None else listener.detach(),
         )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
-        raise CollectiveError(f"rank {rank} cannot join its group at {address}:{master_port}: {error}") from error
+        raise CollectiveError(f"rank {rank} cannot join its group at {address}: {error}") from error
     return DistributedCollective()

@@ -1,6 +1,5 @@
 """The one decoder: every supported family is a configuration of it."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from twopool.kernels.rms_norm import add_rms_norm_, rms_norm
 from twopool.kernels.rows import gather_rows
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
+from twopool.models.fingerprint import combined_fingerprint
 from twopool.models.layers import (
     DecoderWeights,
     LayerWeights,
@@ -162,8 +162,7 @@ class Decoder:
 
         The dtype computed in is not part of it, which the KV geometry names, nor is the number of ranks.
         """
-        parts = f"{self.config.fingerprint()} {self._weights_fingerprint}"
-        return hashlib.sha256(parts.encode()).hexdigest()
+        return combined_fingerprint(self.config, self._weights_fingerprint)
 
     def _hidden(self, batch: ForwardBatch, step: _Step) -> Tensor:
         """-> [R, hidden_size], the normalised last hidden state of the wanted rows."""

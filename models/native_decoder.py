@@ -23,6 +23,7 @@ from twopool.kernels.native_step import (
 )
 from twopool.models.batch import ForwardBatch
 from twopool.models.config import DecoderConfig
+from twopool.models.fingerprint import combined_fingerprint
 from twopool.models.layer_watch import LayerWatch
 from twopool.models.layers import TensorSource, expected_tensors, unused_tensors
 from twopool.models.packed_weights import PackedStore
@@ -168,8 +169,7 @@ class NativeDecoder:
 
     def fingerprint(self) -> str:
         """sha256 of what the numbers mean: that of `Decoder` for the same files."""
-        parts = f"{self.config.fingerprint()} {self._weights_fingerprint}"
-        return hashlib.sha256(parts.encode()).hexdigest()
+        return combined_fingerprint(self.config, self._weights_fingerprint)
 
     def close(self) -> None:
         """Stop the threads and free the weights."""

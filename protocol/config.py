@@ -23,6 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNEL_BACKENDS = ("auto", "native", "torch")
 DEFAULT_CONTROL_PORT = 8100
 DEFAULT_HTTP_PORT = 8000
+DEFAULT_MASTER_PORT = 29500
 MAX_ROUTER_PROCESSES = 64
 
 
@@ -41,6 +42,13 @@ def port_range(text: str) -> tuple[int, int]:
     """``"9000-9010"`` or ``"9000"`` → inclusive bounds."""
     low, _, high = text.partition("-")
     return int(low), int(high or low)
+
+
+def ranks_of_node(size: int, nnodes: int, node: int) -> range:
+    """The ranks of ``node`` when ``size`` are dealt out in order; where it is uneven the first nodes have one more."""
+    each, more = divmod(size, nnodes)
+    start = node * each + min(node, more)
+    return range(start, start + each + (node < more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +181,11 @@ class WorkerConfig(LinkConfig):
     )
     num_threads: int = flag(0, "compute threads of each rank; 0 takes the CPUs, in equal shares")
     tensor_parallel_size: int = flag(1, "ranks of this worker, each a process with a part of the model")
-    nnodes: int = flag(1, "hosts a worker's ranks are on; this version refuses more than one")
-    node_rank: int = flag(0, "this host's number among them; see --nnodes")
-    master_addr: str | None = flag(None, "address of the first of them; see --nnodes")
-    master_port: int | None = flag(None, "port at --master-addr; see --nnodes", parse=int)
+    nnodes: int = flag(1, "nodes (hosts, as a rule) the worker's ranks are spread over; each runs the same command")
+    node_rank: int = flag(0, "this node's number: 0 is the worker, the others only hold their ranks")
+    master_addr: str = flag("127.0.0.1", "address of node 0, at which it listens for the other nodes")
+    master_port: int = flag(DEFAULT_MASTER_PORT, "port at --master-addr where the nodes meet")
+    node_timeout_s: float = flag(300.0, "seconds the nodes wait for one another when they start")
     max_model_len: int | None = flag(None, "longest prompt plus output in tokens (default: the model's)", parse=int)
     max_num_seqs: int = flag(64, "sequences in one step")
     max_num_batched_tokens: int = flag(512, "tokens in one step; longer prompts are prefilled in chunks")
@@ -213,6 +222,11 @@ class WorkerConfig(LinkConfig):
     )
 
     @property
+    def local_ranks(self) -> range:
+        """The ranks of this node."""
+        return ranks_of_node(self.tensor_parallel_size, self.nnodes, self.node_rank)
+
+    @property
     def maps_same_host(self) -> bool:
         """Whether KV pools are shared with the host's other workers; whoever names UCX's transports gets those."""
         return self.kv_same_host == "map" and self.ucx_tls is None
@@ -228,16 +242,10 @@ class WorkerConfig(LinkConfig):
             "drain_timeout_s",
             "kv_layer_groups",
             "kv_quarantine_s",
+            "node_timeout_s",
         ):
             _check_positive(name, getattr(self, name))
-        for name, default in (("nnodes", 1), ("node_rank", 0), ("master_addr", None), ("master_port", None)):
-            value = getattr(self, name)
-            if value != default:
-                raise ConfigError(
-                    f"{_flag_name(name)} {value}: this version runs all ranks of a worker on one host; use several "
-                    "workers, which may be anywhere, or a smaller --tensor-parallel-size",
-                    param=_flag_name(name),
-                )
+        self._check_nodes()
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"--block-size {self.block_size}: must be a power of two, at least 16",
@@ -263,6 +271,31 @@ class WorkerConfig(LinkConfig):
         for address in self.router:
             host, _ = parse_tcp_address(address, param="--router")
             _check_key("--router", host, self.cluster_key)
+
+    def _check_nodes(self) -> None:
+        if not 1 <= self.nnodes <= self.tensor_parallel_size:
+            raise ConfigError(
+                f"--nnodes {self.nnodes}: every node has at least one rank, and --tensor-parallel-size "
+                f"{self.tensor_parallel_size} says how many there are",
+                param="--nnodes",
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--node-rank {self.node_rank}: must be between 0 and {self.nnodes - 1}, for --nnodes {self.nnodes}",
+                param="--node-rank",
+            )
+        if self.nnodes == 1:
+            return
+        _check_port("--master-port", self.master_port)
+        if not self.master_port:
+            raise ConfigError("--master-port 0: the other nodes have to know it", param="--master-port")
+        if self.kernel_backend == "native":
+            raise ConfigError(
+                f"--kernel-backend native: its sums need the memory of one host, --nnodes {self.nnodes} computes with "
+                "torch",
+                param="--kernel-backend",
+            )
+        _check_key("--master-addr", self.master_addr, self.cluster_key)
 
 
 @dataclass(frozen=True, kw_only=True)

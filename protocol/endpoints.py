@@ -1,6 +1,9 @@
 """Addresses of processes: parsing, printing, loopback or not. IPv6 addresses are bracketed everywhere."""
 
 import ipaddress
+import socket
+
+import psutil
 
 from twopool.protocol.errors import ConfigError
 
@@ -36,3 +39,30 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def resolved(host: str, *, param: str) -> str:
+    """``host`` as an IP address; raises ``ConfigError`` naming ``param`` where the system does not know the name."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{param} {host}: the name is not known here: {error.strerror}", param=param) from error
+    return str(found[0][4][0])
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of the network interface whose address this host has in the eyes of ``host``; None: not known.
+
+    On ``host`` itself the one that has the address ``host``.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return name
+    return None

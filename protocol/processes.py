@@ -4,10 +4,12 @@ Asked for through flags rather than done between fork and exec, which is unsafe 
 """
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 from collections.abc import Collection
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,6 +28,14 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent_pid:  # it died before the line above
         sys.exit(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once: the interpreter takes a second to go with torch loaded, and the kernel frees all."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def cpu_shares(cpus: Collection[int], num_shares: int) -> list[list[int]]:

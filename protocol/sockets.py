@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -23,9 +24,17 @@ from twopool.protocol.security import Security
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_MS = 400
-HEARTBEAT_TIMEOUT_MS = 1400
-"""Silence after which libzmq drops a connection; with the interval, under the 2 s a loss may take to be seen."""
+
+@dataclass(frozen=True)
+class Heartbeats:
+    """How often libzmq asks whether the other end is there, and after how long a silence it drops the connection."""
+
+    interval_ms: int
+    timeout_ms: int
+
+
+HEARTBEATS = Heartbeats(interval_ms=400, timeout_ms=1400)
+"""Together under the 2 s a loss may take to be seen."""
 
 _RECONNECT_MS = 100
 _HIGH_WATER_MARK = 100_000
@@ -142,10 +151,11 @@ class ServerSocket:
         on_message: Callable[[bytes, bytes], None],
         on_lost: Callable[[bytes], None],
         port_flag: str = "--port",
+        heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
-        self._socket = _new_socket(security, zmq.ROUTER, server=True)
+        self._socket = _new_socket(security, zmq.ROUTER, heartbeats, server=True)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._peer_of_fd: dict[int, bytes] = {}
         self._peers: set[bytes] = set()
@@ -219,12 +229,13 @@ class ClientSocket:
         on_message: Callable[[bytes], None],
         on_connected: Callable[[], None],
         on_lost: Callable[[], None],
+        heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
         self.address = address
         self._on_message = on_message
         self._on_connected = on_connected
         self._on_lost = on_lost
-        self._socket = _new_socket(security, zmq.DEALER, server=False)
+        self._socket = _new_socket(security, zmq.DEALER, heartbeats, server=False)
         self._socket.setsockopt(zmq.ROUTING_ID, b"c" + secrets.token_bytes(12))
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -272,12 +283,12 @@ class ClientSocket:
             self._on_lost()
 
 
-def _new_socket(security: Security, kind: int, *, server: bool) -> "zmq.Socket[bytes]":
+def _new_socket(security: Security, kind: int, heartbeats: Heartbeats, *, server: bool) -> "zmq.Socket[bytes]":
     socket = security.context.socket(kind)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeats.interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeats.timeout_ms)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
     # The codec refuses what exceeds its limit and the connection survives; beyond twice that libzmq drops it unread.

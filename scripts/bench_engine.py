@@ -214,7 +214,7 @@ class EngineBench:
             kernel_backend=kernel_backend,
             kv_cache_memory=POOL_BYTES,
         )
-        loaded = load_worker(config, folder)
+        loaded = load_worker(config, "prefill", folder)
         if loaded.kv_pool.device.type == "cpu":
             settle_pool(loaded.kv_pool)
         self._group = loaded.group

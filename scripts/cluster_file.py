@@ -15,6 +15,11 @@
         block_size: 64
         flags:               # any other flag of these workers
           max_num_batched_tokens: 2048
+      - role: prefill
+        tp: 16
+        nnodes: 2            # a worker on several hosts (default: 1): this one is node 0
+        master_addr: 10.0.0.1
+        master_port: 29500
       - role: decode
         device: cpu
 """
@@ -46,6 +51,9 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     device: str | None = None
     block_size: int | None = None
+    nnodes: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    master_addr: str | None = None
+    master_port: int | None = None
     flags: _Flags = {}
 
 
@@ -64,7 +72,10 @@ class Deployment(Struct, frozen=True, kw_only=True):
     pools: tuple[tuple[Pool, dict[str, Any]], ...]
 
 
-_OWN = {"tensor_parallel_size": "tp", "device": "device", "block_size": "block_size"}
+_OWN = {
+    "tensor_parallel_size": "tp",
+    **{name: name for name in ("device", "block_size", "nnodes", "master_addr", "master_port")},
+}
 """Flags that have a field of their own in a pool."""
 
 
@@ -88,7 +99,13 @@ def read_cluster_file(path: Path, refused: Mapping[str, str]) -> Deployment:
         for name, field in _OWN.items():
             if {name, name.replace("_", "-")} & set(pool.flags):
                 raise ConfigError(f"--file {path}: {where}.{name}: say `{field}` beside `role` instead", param="--file")
-        own = {"tensor_parallel_size": pool.tp, "device": pool.device, "block_size": pool.block_size}
+        if pool.nnodes > 1 and pool.count > 1:
+            raise ConfigError(
+                f"--file {path}: pools[{number}].count {pool.count}: a worker of {pool.nnodes} nodes has a pool of its "
+                "own, as its nodes meet at an address of their own",
+                param="--file",
+            )
+        own = {name: getattr(pool, field) for name, field in _OWN.items()}
         given = {name: value for name, value in own.items() if value is not None}
         pools.append((pool, {**workers, **_values(path, where, WorkerConfig, pool.flags, refused), **given}))
     return Deployment(router=router, pools=tuple(pools))

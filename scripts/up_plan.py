@@ -29,6 +29,11 @@ _REFUSED = {
     "router": "the workers that `twopool up` starts use its own router",
     "worker_id": "`twopool up` names its workers itself",
     "advertise_host": "`twopool up` runs on one machine; start each process by its own command to span several",
+    "node_rank": "`twopool up` starts node 0; start the others by the worker's own command on their hosts",
+    **dict.fromkeys(
+        ("nnodes", "master_addr", "master_port"),
+        "a worker on several hosts is a pool of its own in a --file, with fields of that name",
+    ),
 }
 _FILES = ("prefill", "decode", "prefill_tp", "decode_tp", "tensor_parallel_size")
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -123,6 +128,7 @@ def make_plan(
         if name in given:
             param = "--" + name.replace("_", "-")
             raise ConfigError(f"{param} {given[name]}: {reason}", param=param)
+    is_key_new = cluster_key is not None and given.get("cluster_key") is None
     if cluster_key is not None:
         given["cluster_key"] = cluster_key
     up = from_namespace(UpConfig, argparse.Namespace(**given))
@@ -136,6 +142,11 @@ def make_plan(
         pools = [(pool, {**values, **for_workers}) for pool, values in deployment.pools]
         if "model" not in given and "model" in pools[0][1]:
             given["model"] = pools[0][1]["model"]
+    if is_key_new and any(pool.nnodes > 1 for pool, _ in pools):
+        raise ConfigError(
+            f"--file {up.file}: a pool with nnodes needs a --cluster-key that its other nodes have, too",
+            param="--cluster-key",
+        )
     given.setdefault("control_port", 0)
     for role in ("prefill", "decode"):
         given.setdefault(f"min_{role}", sum(pool.count for pool, _ in pools if pool.role == role))
@@ -195,7 +206,7 @@ def _plan_workers(
             own["device"] = _device_of(config, index)
             workers.append((name, pool.role, own, config))
     on_cpu = [computes_on_cpu(config.device) for *_, config in workers]
-    ranks = [config.tensor_parallel_size for (*_, config), is_cpu in zip(workers, on_cpu, strict=True) if is_cpu]
+    ranks = [len(config.local_ranks) for (*_, config), is_cpu in zip(workers, on_cpu, strict=True) if is_cpu]
     shares = iter(share_cpus(sorted(cpus), ranks, pin=up.pin) if ranks else ())
     plans = []
     for (name, role, own, config), is_cpu in zip(workers, on_cpu, strict=True):
@@ -211,7 +222,7 @@ def _device_of(config: WorkerConfig, index: int) -> str:
     kind, separator, first = config.device.partition(":")
     if not separator or not first.isdecimal():
         return config.device
-    return f"{kind}:{int(first) + index * config.tensor_parallel_size}"
+    return f"{kind}:{int(first) + index * len(config.local_ranks)}"
 
 
 def _tied_to_us() -> tuple[str, ...]:

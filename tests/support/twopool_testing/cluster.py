@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,12 +26,13 @@ BLOCK_STATES = ("free", "cached", "active", "pinned", "fetching", "quarantined")
 class Process:
     """One twopool process: its first stdout line says it is up; its logs go to a file."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, *, prefix: tuple[str, ...] = ()) -> None:
+        """``prefix``: a command that runs this one in its place."""
         self.command = command
         self.log = log
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "twopool.scripts.cli", *command],
+                [*prefix, sys.executable, "-m", "twopool.scripts.cli", *command],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -85,15 +87,25 @@ class Cluster:
     router_flags: tuple[str, ...] = ()
     router: Process = field(init=False)
     workers: dict[str, Process] = field(default_factory=dict)
+    nodes: dict[str, list[Process]] = field(default_factory=dict)
+    """nodes 1, 2, ... of workers on several, by worker id"""
     client: httpx.Client = field(init=False)
     _num_fault_files: int = field(init=False, default=0)
 
-    def start(self, *, prefill: int = 1, decode: int = 1, flags: Mapping[str, tuple[str, ...]] | None = None) -> None:
-        """Start everything and wait until the router is ready. ``flags`` are by worker id (``prefill-0`` ...)."""
+    def start(
+        self,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        flags: Mapping[str, tuple[str, ...]] | None = None,
+        nnodes: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start everything and wait until the router is ready. ``flags`` and ``nnodes`` are by worker id."""
         self.start_router()
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
         for name in names:
-            self.start_worker(name, *(flags or {}).get(name, ()), wait=False)
+            own = (flags or {}).get(name, ())
+            self.start_worker(name, *own, nnodes=(nnodes or {}).get(name, 1), wait=False)
         for name in names:
             self.workers[name].wait_announced()
         self.wait_ready()
@@ -104,15 +116,27 @@ class Cluster:
         announced = self.router.wait_announced()
         self.client = httpx.Client(base_url=announced["http"], timeout=60)
 
-    def start_worker(self, name: str, *flags: str, wait: bool = True) -> Process:
+    def start_worker(self, name: str, *flags: str, nnodes: int = 1, wait: bool = True) -> Process:
+        """``nnodes``: start as many nodes, all on this host."""
+        if nnodes > 1:
+            flags += ("--nnodes", str(nnodes), "--master-port", str(free_port()))
+            self.nodes[name] = [self.start_node(name, number, *flags) for number in range(1, nnodes)]
+        process = self.workers[name] = Process(self.worker_command(name, *flags), self.folder / f"{name}.log")
+        if wait:
+            for one in (process, *self.nodes.get(name, ())):
+                one.wait_announced()
+        return process
+
+    def start_node(self, name: str, number: int, *flags: str) -> Process:
+        """A node of a worker; ``flags`` are the worker's."""
+        command = self.worker_command(name, *flags, "--node-rank", str(number))
+        return Process(command, self.folder / f"{name}.n{number}.log")
+
+    def worker_command(self, name: str, *flags: str) -> list[str]:
         role = name.split("-", maxsplit=1)[0]
         common = ["--model", str(self.model), "--router", self.router.announced["control"], "--worker-id", name]
         common += ["--dtype", "float32", "--num-threads", "1", "--fault-points", str(self.folder / f"{name}.faults")]
-        command = [role, *common, *self.worker_flags, *flags]
-        process = self.workers[name] = Process(command, self.folder / f"{name}.log")
-        if wait:
-            process.wait_announced()
-        return process
+        return [role, *common, *self.worker_flags, *flags]
 
     def hold(self, worker: str, **seconds: float) -> None:
         """From now on hold requests of ``worker`` in these states, and in no others."""
@@ -135,7 +159,8 @@ class Cluster:
     def close(self) -> None:
         if hasattr(self, "client"):
             self.client.close()
-        processes = [*self.workers.values(), *([self.router] if hasattr(self, "router") else [])]
+        processes = [*self.workers.values(), *(node for nodes in self.nodes.values() for node in nodes)]
+        processes += [self.router] if hasattr(self, "router") else []
         for process in processes:
             process.kill()
 
@@ -238,11 +263,12 @@ def running_cluster(
     worker_flags: tuple[str, ...] = (),
     router_flags: tuple[str, ...] = (),
     flags: Mapping[str, tuple[str, ...]] | None = None,
+    nnodes: Mapping[str, int] | None = None,
 ) -> Iterator[Cluster]:
     """A started cluster; everything is killed at the end, and the logs are printed when the test fails."""
     cluster = Cluster(model, folder, worker_flags, router_flags)
     try:
-        cluster.start(prefill=prefill, decode=decode, flags=flags)
+        cluster.start(prefill=prefill, decode=decode, flags=flags, nnodes=nnodes)
         yield cluster
     except BaseException:
         for log in sorted(folder.glob("*.log")):
@@ -252,7 +278,14 @@ def running_cluster(
         cluster.close()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
+def free_port() -> int:
+    """A port of loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float, what: str | Callable[[], str]) -> None:
     """Poll until ``condition`` holds; raises ``AssertionError`` naming ``what`` after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():

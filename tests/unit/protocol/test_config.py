@@ -40,6 +40,9 @@ def test_flags_are_read() -> None:
     assert config.fault_points == Path("file")
 
 
+TWO_NODES = ("--tensor-parallel-size", "2", "--nnodes", "2")
+
+
 @pytest.mark.parametrize(
     ("args", "flag", "value"),
     [
@@ -58,15 +61,35 @@ def test_flags_are_read() -> None:
         (("--num-threads", "-1"), "--num-threads", "-1"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size", "0"),
         (("--nnodes", "2"), "--nnodes", "2"),
-        (("--node-rank", "1"), "--node-rank", "1"),
-        (("--master-addr", "10.0.0.1"), "--master-addr", "10.0.0.1"),
-        (("--master-port", "29500"), "--master-port", "29500"),
+        (("--tensor-parallel-size", "4", "--nnodes", "5"), "--tensor-parallel-size 4", "--nnodes 5"),
+        (("--nnodes", "0"), "--nnodes", "0"),
+        (("--node-rank", "1"), "--node-rank 1", "--nnodes 1"),
+        ((*TWO_NODES, "--node-rank", "2"), "--node-rank 2", "between 0 and 1"),
+        ((*TWO_NODES, "--node-rank", "-1"), "--node-rank", "-1"),
+        ((*TWO_NODES, "--master-addr", "10.0.0.1"), "--master-addr 10.0.0.1", "--cluster-key"),
+        ((*TWO_NODES, "--master-port", "0"), "--master-port", "0"),
+        ((*TWO_NODES, "--master-port", "65536"), "--master-port", "65536"),
+        ((*TWO_NODES, "--node-timeout-s", "0"), "--node-timeout-s", "0"),
+        ((*TWO_NODES, "--kernel-backend", "native"), "--kernel-backend native", "--nnodes 2"),
     ],
 )
 def test_each_refusal_names_flag_and_value(args: tuple[str, ...], flag: str, value: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(DecodeConfig, *args)
     assert flag in raised.value.message and value in raised.value.message
+
+
+def test_ranks_are_dealt_out_to_nodes_in_order() -> None:
+    def parts(size: int, nnodes: int) -> list[list[int]]:
+        return [
+            list(WorkerConfig(tensor_parallel_size=size, nnodes=nnodes, node_rank=node).local_ranks)
+            for node in range(nnodes)
+        ]
+
+    assert parts(4, 2) == [[0, 1], [2, 3]]
+    assert parts(5, 3) == [[0, 1], [2, 3], [4]]
+    assert parts(3, 3) == [[0], [1], [2]]
+    assert parts(2, 1) == [[0, 1]]
 
 
 def test_an_open_address_is_fine_with_a_key() -> None:

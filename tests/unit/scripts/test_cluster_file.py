@@ -108,6 +108,12 @@ def test_ranks_take_gpus_in_turn(plan_of: PlanOf) -> None:
         ("pools: [{role: prefill}]", "at least one pool of decode workers"),
         ("pools: [{role: decode, flags: {worker_id: me}}]", "pools[0].flags.worker_id: `twopool up` names"),
         ("workers: {router: 'h:1'}\npools: [{role: decode}]", "workers.router: the workers that"),
+        ("pools: [{role: decode, flags: {nnodes: 2}}]", "say `nnodes` beside `role`"),
+        ("pools: [{role: decode, flags: {node_rank: 1}}]", "node_rank: `twopool up` starts node 0"),
+        ("workers: {nnodes: 2}\npools: [{role: decode}]", "workers.nnodes: a worker on several hosts is a pool"),
+        ("pools: [{role: decode, nnodes: 2}]", "--nnodes 2: every node has at least one rank"),
+        ("pools: [{role: decode, tp: 2, nnodes: 2, count: 2}]", "pools[0].count 2: a worker of 2 nodes"),
+        ("pools: [{role: decode, tp: 2, nnodes: 2, master_addr: 10.0.0.1}]", "--master-addr 10.0.0.1"),
         ("a: &a [1]\npools: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],
 )
@@ -115,6 +121,24 @@ def test_what_is_wrong_is_named(plan_of: PlanOf, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_of(text)
     assert words.lower() in refused.value.message.lower()
+
+
+def test_the_first_node_of_a_worker_on_two_hosts(plan_of: PlanOf) -> None:
+    """It has two of three ranks, and as much of this machine."""
+    made = plan_of(
+        "pools: [{role: decode, device: cpu, tp: 3, nnodes: 2, master_port: 29511}, {role: prefill, device: cpu}]"
+    )
+    (decode, process), (_, other) = workers(made)
+    assert (decode.nnodes, decode.node_rank, decode.master_addr, decode.master_port) == (2, 0, "127.0.0.1", 29511)
+    assert (decode.local_ranks, decode.num_threads) == (range(2), 2)
+    assert (process.cpus, other.cpus) == ({0, 1, 2, 3}, {4, 5})
+
+
+def test_other_nodes_cannot_have_a_key_made_here(parse_up: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: [{role: decode, tp: 2, nnodes: 2}]")
+    with pytest.raises(ConfigError, match="needs a --cluster-key that its other nodes have"):
+        make_plan(parse_up("-f", str(path)), cluster_key=tmp_path / "new.key")
 
 
 @pytest.mark.parametrize("flag", ["--prefill=2", "--decode=2", "--prefill-tp=2", "--decode-tp=1"])

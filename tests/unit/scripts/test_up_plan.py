@@ -138,6 +138,8 @@ def test_a_worker_is_told_an_address_that_it_can_reach() -> None:
         (("--router=h:1",), "--router h:1: the workers that `twopool up` starts use its own router"),
         (("--worker-id=me",), "--worker-id me: "),
         (("--advertise-host=h",), "--advertise-host h: "),
+        (("--nnodes=2",), "--nnodes 2: a worker on several hosts is a pool"),
+        (("--node-rank=1",), "--node-rank 1: `twopool up` starts node 0"),
         (("--prefill=-1",), "--prefill -1: "),
         (("--decode=0",), "--decode 0: "),
         (("--decode-tp=0",), "--decode-tp 0: "),
