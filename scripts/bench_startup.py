@@ -6,28 +6,21 @@ every start. With --idle-s the last deployment is left alone for so long, and it
 """
 
 import argparse
-import contextlib
 import http.client
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from twopool.models.store import default_cache_dir, resolve_model
 from twopool.protocol.config import RouterConfig
-from twopool.scripts.up_plan import LAUNCHER
+from twopool.scripts.deployment import Deployment, deployment
 
-_POLL_S = 0.02
 _START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 30.0
 _SETTLE_S = 20.0
 """Until an idle deployment is measured: its workers still put their pools' pages together."""
 
@@ -50,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.cold:
             _drop_from_page_cache([folder, default_cache_dir()])
         begin_s = time.monotonic()
-        with _deployment(args.model, flags) as (port, pid):
-            start = _first_token(port, begin_s)
+        with deployment(args.model, flags) as server:
+            start = _first_token(server, begin_s)
             if number == args.rounds and args.idle_s:
                 time.sleep(_SETTLE_S)
-                idle = _idle_shares(pid, args.idle_s)
+                idle = _idle_shares(server.pid, args.idle_s)
         print(f"{'not counted' if number == 0 else f'round {number}'}: {_words(start)}", file=sys.stderr, flush=True)
         if number:
             starts.append(start)
@@ -83,48 +76,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _deployment(model: str, flags: list[str]) -> Iterator[tuple[int, int]]:
-    """Port and process of a `twopool up` that was just started; stopped at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [*LAUNCHER, "up", f"--model={model}", f"--port={port}", *flags]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield port, process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _first_token(port: int, begin_s: float) -> Start:
-    deadline_s = begin_s + _START_TIMEOUT_S
-    listening_s = ready_s = 0.0
-    while not ready_s:
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"not ready within {_START_TIMEOUT_S:g} s")
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_START_TIMEOUT_S)
-            connection.request("GET", "/ready")
-            listening_s = listening_s or time.monotonic() - begin_s
-            if connection.getresponse().status == 200:
-                ready_s = time.monotonic() - begin_s
-            connection.close()
-        time.sleep(0.0 if ready_s else _POLL_S)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_START_TIMEOUT_S)
+def _first_token(server: Deployment, begin_s: float) -> Start:
+    listening_s, ready_s = server.wait_ready(_START_TIMEOUT_S)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=_START_TIMEOUT_S)
     body = {"prompt": "The quick brown fox", "max_tokens": 8, "stream": True, "temperature": 0}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     if answer.status != 200 or not answer.readline().startswith(b"data:"):
         raise SystemExit(f"no token came: status {answer.status}")
-    first_token_s = time.monotonic() - begin_s
+    first_token_s = time.monotonic()
     answer.read()
-    return Start(listening_s, ready_s, first_token_s)
+    return Start(listening_s - begin_s, ready_s - begin_s, first_token_s - begin_s)
 
 
 def _idle_shares(supervisor: int, seconds: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Check the kernels on this machine's GPU and measure them: ``scripts/gpu_check [--json FILE]``.
+"""Check the kernels and the server on this machine's GPU and measure them: ``scripts/gpu_check [--json FILE]``.
 
 Takes a few minutes, most of them compiling. Exits with 0 when every check passed, 1 when one failed, and 2 when there
 is no GPU that torch can use.
@@ -19,6 +19,7 @@ from twopool.kernels.backend import INTERPRETED
 from twopool.scripts.gpu_check_correctness import correctness
 from twopool.scripts.gpu_check_model import ModelSizes, invariance, model_speed
 from twopool.scripts.gpu_check_report import Result, table
+from twopool.scripts.gpu_check_server import ServerSizes, server_speed
 from twopool.scripts.gpu_check_speed import KernelSizes, kernel_speed
 
 INVARIANCE_SIZES = ModelSizes(num_layers=4, vocab_size=32_000)
@@ -33,6 +34,7 @@ def sections(device: torch.device) -> dict[str, Section]:
         "invariance": lambda: invariance(device, INVARIANCE_SIZES),
         "kernels": lambda: kernel_speed(device, KernelSizes()),
         "model": lambda: model_speed(device, ModelSizes()),
+        "server": lambda: server_speed(device, ServerSizes()),
     }
 
 

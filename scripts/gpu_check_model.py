@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +34,24 @@ class ModelSizes:
 
     def config(self) -> DecoderConfig:
         """A Llama of these sizes; the defaults are those of a model of 1.2 billion weights."""
-        return DecoderConfig.from_dict(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "hidden_size": self.hidden_size,
-                "intermediate_size": self.intermediate_size,
-                "num_hidden_layers": self.num_layers,
-                "num_attention_heads": self.num_heads,
-                "num_key_value_heads": self.num_kv_heads,
-                "vocab_size": self.vocab_size,
-                "max_position_embeddings": 16_384,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 500_000.0,
-                "tie_word_embeddings": True,
-            }
-        )
+        return DecoderConfig.from_dict(self.hf_config())
+
+    def hf_config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 16_384,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+        }
 
 
 Span = tuple[int, int, int]

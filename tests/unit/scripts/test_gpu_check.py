@@ -13,6 +13,7 @@ from twopool.scripts import gpu_check
 from twopool.scripts.gpu_check_correctness import compare, correctness
 from twopool.scripts.gpu_check_model import ModelSizes, invariance, model_speed
 from twopool.scripts.gpu_check_report import Result, table
+from twopool.scripts.gpu_check_server import ServerSizes, server_speed
 from twopool.scripts.gpu_check_speed import KernelSizes, kernel_speed
 
 CPU = torch.device("cpu")
@@ -70,6 +71,20 @@ def test_invariance_reports_both_kinds_of_products() -> None:
 def test_measurements_have_values() -> None:
     for result in (*kernel_speed(CPU, SMALL_KERNELS), *model_speed(CPU, SMALL_MODEL)):
         assert result.value is not None and result.value > 0 and result.unit
+
+
+def test_the_server_is_asked_over_http() -> None:
+    sizes = ServerSizes(SMALL_MODEL, decode_tokens=60, flags=(f"--kv-cache-memory={16 * 1024**2}",))
+    results = list(server_speed(CPU, sizes))
+    assert [result.name for result in results] == ["prefill of 20", "prefill of 50", "decode of 1", "decode of 3"]
+    assert all(result.passed and (result.value or result.note.startswith("not measured")) for result in results)
+    assert results[2].value and "first token after" in results[0].note
+
+
+def test_a_server_that_cannot_start_is_a_failed_check() -> None:
+    sizes = ServerSizes(SMALL_MODEL, flags=("--kv-cache-memory=1",))
+    (result,) = gpu_check.run({"server": lambda: server_speed(CPU, sizes)}, lambda _: None)
+    assert result.passed is False and "one block of 16 tokens takes" in result.note
 
 
 def test_a_section_that_breaks_off_hides_nothing() -> None:
