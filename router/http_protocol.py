@@ -183,6 +183,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._in_headers = False
         self._read_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -197,9 +198,15 @@ class RouterHttpProtocol(HttpToolsProtocol):
         for connection in self._open:
             if connection.on_write_paused is not None:
                 connection.on_write_paused()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unwatch_unread()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_read_timer()
+        self._unwatch_unread()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         if self._socket is not None:
@@ -244,6 +251,24 @@ class RouterHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _watch_unread(self) -> None:
+        """Nothing else bounds how long an answer waits whose client asked for the next one and reads neither."""
+        self._unwatch_unread()
+        size = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self.timeout_keep_alive, self._check_unread, size)
+
+    def _unwatch_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _check_unread(self, size_before: int) -> None:
+        is_stream = any(connection.on_write_paused is not None for connection in self._open)
+        if is_stream or self.transport.get_write_buffer_size() < size_before:
+            self._watch_unread()  # streams have their own bound: ``is_behind``
+        else:
+            self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

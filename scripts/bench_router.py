@@ -8,6 +8,10 @@ figure is the median of its rounds: believe ratios, absolute figures move with t
 With ``--peer sglang-router`` the same load goes to that router in PD mode in the same run. It is given HTTP workers
 that send one event a token; it neither tokenises nor detokenises, twopool does both. ``events_per_token`` under 1 says
 that chunks were merged, as happens to whoever falls behind, most of all where steps take no time.
+
+``cpu_us_per_token`` of a row is all CPU time divided by all tokens: what the requests themselves cost is in it. So
+each load is also run with answers a quarter as long, and the two together tell the costs apart: a request's own (with
+its first token), and a further token's.
 """
 
 import argparse
@@ -69,6 +73,17 @@ class Row:
     rounds: int
 
 
+@dataclass(frozen=True)
+class Cost:
+    """CPU time of a request with its first token, and of each further one, told apart by two lengths of answers."""
+
+    router: str
+    num_streams: int
+    step_ms: float
+    cpu_us_per_request: float
+    cpu_us_per_further_token: float
+
+
 @dataclass
 class Contestant:
     """A router that runs, and its mock workers."""
@@ -97,10 +112,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(_table(rows))
+    costs = costs_of(rows)
+    console.print(_cost_table(costs))
     if args.peer is not None:
         console.print(_ratios(rows))
     if args.json:
-        report = {"setting": _setting(args), "rows": [asdict(row) for row in rows]}
+        report = {
+            "setting": _setting(args),
+            "rows": [asdict(row) for row in rows],
+            "costs": [asdict(cost) for cost in costs],
+        }
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
@@ -166,14 +187,15 @@ def _run(args: argparse.Namespace) -> list[Row]:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
-    """Every number of streams at every step time, then requests of a single token."""
+    """Every number of streams at every step time with long and short answers, then requests of a single token."""
     cases = []
     for step_ms in args.step_ms:
         for num_streams in args.streams:
-            answer_s = step_ms / 1e3 * args.max_tokens
-            turns = max(1, round(args.seconds / answer_s)) if answer_s else 4
-            least = 16 if not answer_s else 1
-            cases.append(Case(num_streams, step_ms, args.max_tokens, max(least, num_streams * turns)))
+            for max_tokens in (args.max_tokens, max(2, args.max_tokens // 4)):
+                answer_s = step_ms / 1e3 * max_tokens
+                turns = max(1, round(args.seconds / answer_s)) if answer_s else 4
+                least = 16 if not answer_s else 1
+                cases.append(Case(num_streams, step_ms, max_tokens, max(least, num_streams * turns)))
     cases += [Case(num_streams, 0.0, 1, max(200, 2 * num_streams)) for num_streams in args.streams]
     return cases
 
@@ -195,6 +217,24 @@ def _row(name: str, case: Case, rounds: list[tuple[LoadResult, float]]) -> Row:
         events_per_token=statistics.median(result.num_events / result.num_tokens for result in results),
         rounds=len(rounds),
     )
+
+
+def costs_of(rows: list[Row]) -> list[Cost]:
+    """From each pair of rows of one router and one load whose answers differ in length."""
+    by_load: defaultdict[tuple[str, int, float], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.max_tokens > 1:
+            by_load[row.router, row.num_streams, row.step_ms].append(row)
+    costs = []
+    for (router, num_streams, step_ms), group in by_load.items():
+        if len(group) != 2:
+            continue
+        short, long = sorted(group, key=lambda row: row.max_tokens)
+        more_us = long.cpu_us_per_request - short.cpu_us_per_request
+        per_token_us = more_us / (long.max_tokens - short.max_tokens)
+        own_us = short.cpu_us_per_request - per_token_us * (short.max_tokens - 1)
+        costs.append(Cost(router, num_streams, step_ms, own_us, per_token_us))
+    return costs
 
 
 def cpu_seconds(pid: int) -> float:
@@ -312,6 +352,16 @@ def _table(rows: list[Row]) -> Table:
         ]
         cells += [f"{row.cpu_us_per_request:.0f}", f"{row.tok_per_s:.0f}", f"{row.req_per_s:.1f}"]
         table.add_row(*cells, f"{row.ttft_p50_ms:.2f}", f"{row.ttft_p99_ms:.2f}", f"{row.events_per_token:.2f}")
+    return table
+
+
+def _cost_table(costs: list[Cost]) -> Table:
+    table = Table(title="A request's own CPU time, its first token included, and a further token's")
+    for name in ("router", "streams", "step ms", "CPU µs/request", "CPU µs/further token"):
+        table.add_column(name, justify="left" if name == "router" else "right")
+    for cost in sorted(costs, key=lambda cost: (-cost.step_ms, cost.num_streams)):
+        figures = (f"{cost.cpu_us_per_request:.0f}", f"{cost.cpu_us_per_further_token:.1f}")
+        table.add_row(cost.router, str(cost.num_streams), f"{cost.step_ms:g}", *figures)
     return table
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import psutil
@@ -133,6 +134,72 @@ async def test_a_client_that_leaves_is_noticed_in_the_same_moment(tiny_model: Mo
         writer.close()
         async with asyncio.timeout(5):
             await dispatcher.until_cancelled(fake)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+async def test_a_whole_answer_that_nobody_reads_does_not_stay(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, num_requests: int
+) -> None:
+    """After as long as an idle connection is kept it is dropped, also where the client has asked for more meanwhile."""
+    monkeypatch.setattr("twopool.router.server._KEEP_ALIVE_S", 0.5)
+    body = json.dumps({"prompt": "a " * 2_000_000}).encode()
+    request = b"POST /tokenize HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    async with running_server(tiny_model, FakeDispatcher(lambda request, choice: [60])) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", server.server.port))
+        await loop.sock_sendall(client, request)
+        asking = asyncio.ensure_future(loop.sock_sendall(client, request * (num_requests - 1)))
+        connections = server.server._server.server_state.connections
+        async with asyncio.timeout(30):
+            while not any(c.transport.get_write_buffer_size() for c in connections):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.02)
+            written_s = loop.time()
+            await served(server)
+            while any(c.transport.get_write_buffer_size() for c in connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert 0.3 < loop.time() - written_s < 10
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        client.close()
+
+
+async def test_requests_at_the_moment_an_idle_connection_is_closed(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M-keepalive: 40 times around the limit. An answer comes whole or not at all; then once more on a new connection
+    is enough, and nothing was begun for the first.
+    """
+    monkeypatch.setattr("twopool.router.server._KEEP_ALIVE_S", 0.5)
+    dispatcher = FakeDispatcher(lambda request, choice: [60, 61])
+    body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
+    ask = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    async with running_server(tiny_model, dispatcher) as server:
+
+        async def round_of(number: int) -> bool:
+            """Whether the old connection answered."""
+            reader, writer = await server.connect()
+            writer.write(HEALTH)
+            await read_answer(reader)
+            await asyncio.sleep(0.45 + number * 0.1 / 40)
+            answer = b""
+            try:
+                writer.write(ask)
+                answer = await read_answer(reader)
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                assert not getattr(error, "partial", b"")
+            writer.close()
+            if not answer:
+                assert (await server.complete(max_tokens=2)).status_code == 200
+            return bool(answer)
+
+        async with asyncio.timeout(30):
+            answered = await asyncio.gather(*(round_of(number) for number in range(40)))
+        assert server.metric("twopool_requests_total", outcome="completed") == 40
+    assert any(answered)
+    assert not all(answered)
 
 
 async def read_answer(reader: asyncio.StreamReader) -> bytes:

@@ -204,7 +204,7 @@ def test_key_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["/v1", ""])
 async def test_models(server: RunningServer, prefix: str) -> None:
-    """RT-12: listed without any worker."""
+    """RT-12, M-router-models-unhealthy: listed without any worker."""
     server.dispatcher.ready = False
     listed = (await server.client.get(f"{prefix}/models")).json()
     assert [card["id"] for card in listed["data"]] == ["tiny", "alias"]
