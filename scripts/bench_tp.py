@@ -2,8 +2,10 @@
 
 For each degree N: N ranks of one thread against one process of N threads, first the same batch through forward passes
 alone, then whole steps of a worker's engine. Then one sum of a decode's and a prefill's residual rows over the ranks:
-in shared memory, with gloo's all-reduce, and with gloo in the order of the ranks. Rounds are interleaved and every
-figure is the median of its rounds: believe the ratio, absolute figures move with the machine's mood.
+in shared memory, with gloo's all-reduce, and with gloo in the order of the ranks. Last, what KV costs between workers
+of every pair of degrees, next to the equal one: see ``bench_tp_transfer``, which has more flags for it. Rounds are
+interleaved and every figure is the median of its rounds: believe the ratio, absolute figures move with the machine's
+mood.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from twopool.models.store import resolve_model
 from twopool.protocol.config import DTYPES, PrefillConfig
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts.bench_tp_rank import MAX_TOKENS
+from twopool.scripts.bench_tp_transfer import TransferFigure, measure_pairs, transfer_table
 
 CASES = (("prefill", 512), ("decode", 1), ("decode", 8), ("decode", 32))
 REDUCED_ROWS = (1, 8, 32, 512)
@@ -146,6 +149,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         steps, sums = _run(args)
+        transfers: list[TransferFigure] = []
+        pairs_setting = ""
+        if args.transfer_degrees:
+            transfers, pairs_setting = measure_pairs(args.model, args.transfer_degrees, args.transfer_rounds)
     except TwopoolError as error:
         print(f"bench_tp: {error.message}", file=sys.stderr)
         return 1
@@ -153,8 +160,15 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_step_table(steps, setting))
     console.print(_sum_table(sums))
+    if transfers:
+        console.print(transfer_table(transfers, pairs_setting))
     if args.json:
-        report = {"setting": setting, "steps": [asdict(one) for one in steps], "sums": [asdict(one) for one in sums]}
+        report = {
+            "setting": setting,
+            "steps": [asdict(one) for one in steps],
+            "sums": [asdict(one) for one in sums],
+            "transfers": [asdict(one) for one in transfers],
+        }
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
@@ -165,6 +179,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES[1:])
     parser.add_argument("--degrees", type=int, nargs="+", default=[2], help="numbers of ranks, one thread each")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds")
+    parser.add_argument(
+        "--transfer-degrees",
+        type=int,
+        nargs="*",
+        default=[1, 2, 3, 4],
+        help="ranks of either side of a KV transfer; none: leave transfers out",
+    )
+    parser.add_argument("--transfer-rounds", type=int, default=11, help="interleaved rounds of the transfers")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -81,21 +82,32 @@ class Reader:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    torch.set_num_threads(1)
     try:
-        config = DecoderConfig.from_folder(resolve_model(args.model))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures = runner.run(_measure(args, config))
+        figures, setting = measure(args)
     except TwopoolError as error:
         print(f"bench_tp_transfer: {error.message}", file=sys.stderr)
         return 1
-    blocks = " -> ".join(map(str, args.block_sizes))
-    setting = f"{args.model}, {args.tokens} tokens, {blocks} tokens a block, {args.layer_groups} layer groups"
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(figures, setting))
+    Console(width=None if sys.stdout.isatty() else 120).print(transfer_table(figures, setting))
     if args.json is not None:
         report = {"setting": setting, "pairs": [asdict(figure) for figure in figures]}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def measure_pairs(model: str, degrees: Sequence[int], rounds: int) -> tuple[list[TransferFigure], str]:
+    """Every pair of ``degrees`` with this program's other flags as they are, and what was measured in words."""
+    numbers = [str(degree) for degree in degrees]
+    return measure(_parser().parse_args([f"--model={model}", "--degrees", *numbers, f"--rounds={rounds}"]))
+
+
+def measure(args: argparse.Namespace) -> tuple[list[TransferFigure], str]:
+    """The same for the flags of this program. Raises ``TwopoolError``."""
+    torch.set_num_threads(1)
+    config = DecoderConfig.from_folder(resolve_model(args.model))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(_measure(args, config))
+    blocks = " -> ".join(map(str, args.block_sizes))
+    return figures, f"{args.model}, {args.tokens} tokens, {blocks} tokens a block, {args.layer_groups} layer groups"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,7 +222,7 @@ def _requests(args: argparse.Namespace, num_layers: int) -> list[FetchRequest]:
     ]
 
 
-def _table(figures: list[TransferFigure], setting: str) -> Table:
+def transfer_table(figures: list[TransferFigure], setting: str) -> Table:
     table = Table(title=setting)
     for heading in ("source ranks", "reader ranks", "MB", "runs", "posts", "ms", "GB/s", "to equal degree"):
         table.add_column(heading, justify="right")

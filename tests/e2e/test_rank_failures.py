@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from twopool.engine.rank_life import SILENCE_S
 from twopool_testing.cluster import Cluster, Process, running_cluster, wait_for
 from twopool_testing.rank_pids import assert_gone, rank_pids, shared_inodes
 from twopool_testing.tiny_model import Reference
@@ -147,18 +148,23 @@ def test_kill_each_process_while_it_loads(cluster: Cluster, after_s: float, rank
 
 
 def test_a_rank_that_stands_still(cluster: Cluster, reference: Reference) -> None:
-    """It lives and says nothing: seen within SILENCE_S, in a step or not."""
+    """Stopped in the middle of a step, which waits for it: it lives and says nothing, and is missed in time."""
+    cluster.hold("decode-0", running=0.01)
     worker = cluster.workers["decode-0"]
     (rank,) = rank_pids(worker.pid)
     pids, inodes = [worker.pid, rank], shared_inodes([worker.pid, rank])
-    os.kill(rank, signal.SIGSTOP)
     with ThreadPoolExecutor(6) as pool:
         asked = ask_all(cluster, pool, seed=700)
-        assert cluster.workers.pop("decode-0").wait(15) == 1
+        wait_for(lambda: cluster.blocks("decode-0")["active"] > 0, 5, "a request to be decoded")
+        os.kill(rank, signal.SIGSTOP)
+        assert not any(answer.done() for _, answer in asked)
+        assert cluster.workers.pop("decode-0").wait(SILENCE_S + GONE_WITHIN_S) == 1
+        assert "rank 1 of 2 has not been heard of for too long" in worker.log_text()
         assert_gone(pids, inodes, within_s=GONE_WITHIN_S)
         for ids, answer in asked:
             assert answer.result(timeout=30) == reference.greedy(ids, NUM_TOKENS)
     cluster.assert_balanced()
+    cluster.hold("decode-0")
     restart(cluster, reference, "decode-0")
 
 

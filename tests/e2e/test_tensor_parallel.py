@@ -131,7 +131,7 @@ def smollm_shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 3), (4, 2), (9, 1)])
 def test_heads_of_smollm2(smollm_shaped: Path, tmp_path: Path, prefill: int, decode: int) -> None:
     flags = degrees(prefill, decode)
     with running_cluster(smollm_shaped, tmp_path, worker_flags=WORKER_FLAGS, flags=flags) as cluster:

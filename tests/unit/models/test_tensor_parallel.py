@@ -275,7 +275,7 @@ def test_degrees_and_collectives_that_do_not_fit_are_refused(tiny_model: Callabl
 @pytest.mark.real_model
 @pytest.mark.slow
 @pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason=f"SmolLM2 is not in {SMOLLM2}")
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 9])
 def test_smollm2_greedy_is_the_same_at_every_degree(size: int, make_driver: Callable[..., Any]) -> None:
     """In float32."""
     whole = NativeDecoder.load(SMOLLM2, dtype=torch.float32, device=CPU, num_threads=2)
