@@ -83,7 +83,10 @@ class MockDecode:
         """Hands are shaken without asking: the heartbeat lists the prefill worker from the start."""
 
     def on_router_lost(self, router_id: RouterId) -> None:
-        self._running.clear()
+        """Its requests go with it, and nobody else's."""
+        self._running = {
+            request_id: running for request_id, running in self._running.items() if running.router_id != router_id
+        }
 
     def stats(self) -> WorkerStats:
         return _stats(num_running=len(self._running), num_steps=self._num_steps)

@@ -83,7 +83,7 @@ def test_a_process_is_renewed_without_a_lost_stream(model: Path, tmp_path: Path)
         controls = parent.announced["control"].split(",")
         assert len(controls) == 3
         with workers(model, *controls) as process, ThreadPoolExecutor(24) as pool:
-            set_step(process, 25.0)
+            set_step(process, 75.0)  # long enough that all streams are open at once on a busy machine
             children = [child.pid for child in psutil.Process(parent.pid).children()]
             assert len(children) == 3
             wait_for(lambda: ready_processes(url) == 3, 20, "three ready processes")
