@@ -23,12 +23,20 @@ def _float32(handle: Any) -> npt.NDArray[Any]:
 
 
 @pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as 16-bit integers, and its `dot` multiplies those: give it the numbers."""
+def products_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as 16-bit integers, and its `dot` multiplies those: give it the numbers.
+
+    And what a row's products add up to depends on no other row, as on a GPU: the BLAS library below `np.matmul` orders
+    its sums by the number of rows, and by the CPU.
+    """
     from triton.runtime import interpreter
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        product = np.matmul(_float32(a), _float32(b), dtype=d.data.dtype) + d.data
-        return interpreter.TensorHandle(product, d.dtype.scalar)
+        dtype = d.data.dtype
+        left, right = _float32(a).astype(dtype, copy=False), _float32(b).astype(dtype, copy=False)
+        product = np.zeros_like(d.data)
+        for k in range(left.shape[-1]):
+            product += left[..., :, k, None] * right[..., None, k, :]
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
