@@ -149,7 +149,7 @@ def test_kill_each_process_while_it_loads(cluster: Cluster, after_s: float, rank
 
 def test_a_rank_that_stands_still(cluster: Cluster, reference: Reference) -> None:
     """Stopped in the middle of a step, which waits for it: it lives and says nothing, and is missed in time."""
-    cluster.hold("decode-0", running=0.01)
+    cluster.hold("decode-0", running=0.1)
     worker = cluster.workers["decode-0"]
     (rank,) = rank_pids(worker.pid)
     pids, inodes = [worker.pid, rank], shared_inodes([worker.pid, rank])
@@ -157,7 +157,7 @@ def test_a_rank_that_stands_still(cluster: Cluster, reference: Reference) -> Non
         asked = ask_all(cluster, pool, seed=700)
         wait_for(lambda: cluster.blocks("decode-0")["active"] > 0, 5, "a request to be decoded")
         os.kill(rank, signal.SIGSTOP)
-        assert not any(answer.done() for _, answer in asked)
+        assert not all(answer.done() for _, answer in asked)  # the other decode worker has some
         assert cluster.workers.pop("decode-0").wait(SILENCE_S + GONE_WITHIN_S) == 1
         assert "rank 1 of 2 has not been heard of for too long" in worker.log_text()
         assert_gone(pids, inodes, within_s=GONE_WITHIN_S)
