@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from twopool.engine.admission import blocks_to_reserve, check_request, make_sequ
 from twopool.engine.block_pool import BlockPool, Reservation
 from twopool.engine.constraints import Constraints, grammar_failure
 from twopool.engine.grammar import GrammarEngine
+from twopool.engine.next_step import prepare_next
 from twopool.engine.outputs import DrawnTokens, adopt_delta, record_token, resend
 from twopool.engine.plan import build_plan
 from twopool.engine.requests import (
@@ -95,6 +96,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._num_arrivals = 0
         self._num_steps = 0
+        self._num_prepared_steps = 0
         self._prefill_tokens = 0
         self._generated_tokens = 0
         self._checked_at: float | None = None
@@ -111,6 +113,7 @@ class Engine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_steps=self._num_steps,
+            num_prepared_steps=self._num_prepared_steps,
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._scheduler.num_cached_tokens,
             generated_tokens=self._generated_tokens,
@@ -259,6 +262,7 @@ class Engine:
     # --- a step
 
     async def _step(self, schedule: Schedule) -> None:
+        """Compute a schedule, and after it for as long as nothing changes what was prepared meanwhile."""
         now = time.monotonic()
         for chunk in schedule.chunks:
             request = chunk.sequence.request
@@ -266,12 +270,39 @@ class Engine:
                 request.first_scheduled_at = now
         plan = build_plan(schedule, self._pool.block_size)
         self._last_chunks = [one for one in schedule.chunks if one.draws and one.sequence.request.prefill_only]
-        if self._last_chunks:
-            plan = replace(plan, layer_marks=self._layer_marks)
         # Stays set when the task is cancelled right here: the thread goes on writing, so nothing may be released.
         self._in_step = True
-        result = await self._compute(schedule, plan)
+        computing = self._start(schedule, plan)
+        while True:
+            self._report()
+            following = prepare_next(schedule, plan, self._scheduler, self._pool)
+            result = await _settled(computing)
+            if following is None or self._doomed or not isinstance(result, StepResult):
+                break
+            completed = following.plan(result.draws, self._scheduler)
+            if completed is None:
+                break
+            computing = self._start(following.schedule, completed)
+            self._num_prepared_steps += 1
+            self._take_in(schedule, result)
+            schedule, plan = following.schedule, completed
         self._in_step = False
+        self._take_in(schedule, result)
+        doomed, self._doomed = self._doomed, []
+        for sequence in doomed:
+            self._scheduler.drop(sequence)
+
+    def _start(self, schedule: Schedule, plan: StepPlan) -> Awaitable[StepResult] | Exception:
+        try:
+            if self._last_chunks:
+                plan = replace(plan, layer_marks=self._layer_marks)
+            return self._executor.execute(self._constraints.with_masks(schedule, plan))
+        except Exception as error:
+            log.exception("a step did not start")
+            return error
+
+    def _take_in(self, schedule: Schedule, result: StepResult | Exception) -> None:
+        """What a step means for its requests."""
         if isinstance(result, StepResult):
             self._apply(schedule, DrawnTokens(result.draws), result.scores)
         else:
@@ -279,24 +310,7 @@ class Engine:
             for chunk in schedule.chunks:
                 self._fail(chunk.sequence.request, ErrorInfo(kind="internal", message=message, retryable=True))
         self._pool.release([source for source, _ in schedule.copies])
-        doomed, self._doomed = self._doomed, []
-        for sequence in doomed:
-            self._scheduler.drop(sequence)
         self._num_steps += 1
-
-    async def _compute(self, schedule: Schedule, plan: StepPlan) -> StepResult | Exception:
-        """What the step gives or raises. What the step before it brought is reported while it computes."""
-        try:
-            computing = self._executor.execute(self._constraints.with_masks(schedule, plan))
-        except Exception as error:
-            log.exception("a step did not start")
-            return error
-        self._report()
-        try:
-            return await computing
-        except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
-            log.exception("a step failed")
-            return error
 
     def _apply(self, schedule: Schedule, drawn: DrawnTokens, scores: TokenScores | None) -> None:
         index = num_scored = 0
@@ -471,6 +485,17 @@ class Engine:
         if self._checked_at is None or now - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
             self._pool.check()
+
+
+async def _settled(computing: Awaitable[StepResult] | Exception) -> StepResult | Exception:
+    """What a step gives or raises."""
+    if isinstance(computing, Exception):
+        return computing
+    try:
+        return await computing
+    except Exception as error:  # whatever goes wrong in a step is the fault of its requests, not of the others
+        log.exception("a step failed")
+        return error
 
 
 def _keep_scores(sequence: Sequence, scores: TokenScores, first: int, num_rows: int) -> bool:

@@ -85,7 +85,10 @@ class ModelRunner:
         self._layered = cast(LayeredModel, model) if getattr(model, "reports_layers", False) else None
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Copy blocks, compute the rows, draw the tokens. A GPU has all of it queued before the ids are waited for."""
+        """Copy blocks, compute the rows, draw the tokens. A GPU has all of it queued before the ids are waited for.
+
+        The rows' KV is in memory then, where peers may read it.
+        """
         return self.draw(plan, self.compute(plan))
 
     def compute(self, plan: StepPlan) -> Tensor:
@@ -97,9 +100,12 @@ class ModelRunner:
             return self._logits(plan)
 
     def draw(self, plan: StepPlan, logits: Tensor) -> StepResult:
-        """The tokens, from what ``compute`` gave."""
+        """The tokens, from what ``compute`` gave; the KV of its rows is in memory then, as after ``wait_written``."""
         with torch.inference_mode(), self._on_device():
-            return self._draw(plan, logits)
+            result = self._draw(plan, logits)
+        if not len(plan.draw_logits):  # nothing was drawn, so nothing was waited for
+            self.wait_written()
+        return result
 
     def wait_written(self) -> None:
         """Until the KV of all that was computed is in memory, where peers may read it."""

@@ -111,11 +111,15 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (``num_running``, ``num_waiting``: sequences) and monotonic counters."""
+    """Gauges (``num_running``, ``num_waiting``: sequences) and monotonic counters.
+
+    ``num_prepared_steps``: of ``num_steps`` those whose inputs were made while the step before computed.
+    """
 
     num_running: int
     num_waiting: int
     num_steps: int
+    num_prepared_steps: int
     prefill_tokens: int
     cached_tokens: int
     generated_tokens: int

@@ -63,6 +63,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.num_changes = 0
+        """moves whenever a sequence comes, goes or changes between waiting and running"""
 
     @property
     def starved(self) -> bool:
@@ -71,6 +73,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Into the waiting or the running sequences, whichever its status says."""
+        self.num_changes += 1
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         bisect.insort(queue, sequence, key=_order)
 
@@ -78,6 +81,7 @@ class Scheduler:
         """Take a sequence out, wherever it is, and release its blocks. Idempotent."""
         if sequence.status is Status.FINISHED:
             return
+        self.num_changes += 1
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.status = Status.FINISHED
         self._pool.release(sequence.take_blocks())

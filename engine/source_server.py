@@ -121,6 +121,8 @@ class SourceServer:
                 raise ProtocolError(f"{type(message).__name__} came before a handshake")
         except ProtocolError as error:
             self.num_rejected_messages += 1
+            if connection not in self._readers:
+                self.num_refused += 1
             logger.warning("rejected a message from a peer: %s", error.message)
             return
         reader.has_asked = True

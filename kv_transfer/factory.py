@@ -41,7 +41,7 @@ def create_transport(
     It stays registered and alive as long as the process.
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
-    and ``ucx_tls`` are for "nixl", which copies by itself from pools of this host that it can map if
+    and ``ucx_tls`` are for "nixl", which copies by itself, from one pool in host memory to another that it can map, if
     ``map_same_host``; KV of another dtype is converted if ``convert_dtype``, else refused; ``fabric`` holds the pools
     that "local" transports of this process read from; ``faults`` are for tests.
     Raises ``ConfigError`` where these do not fit together or the backend does not start.
@@ -54,8 +54,8 @@ def create_transport(
         agent: ReadAgent = NixlAgent(name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx_tls=ucx_tls)
         if geometry.memory == "host":
             agent = GatheringAgent(agent)
-        if map_same_host:
-            agent = MappingAgent(agent)
+            if map_same_host:  # it copies with the CPU, into memory that the CPU can write
+                agent = MappingAgent(agent)
     elif name == "local" and fabric is not None:
         agent = LocalAgent(name=unique_name, pool=memory, fabric=fabric)
     else:
