@@ -114,6 +114,17 @@ def test_who_computes(query_lens: list[int], draws: list[int], scored: bool, by:
     assert result.draws.token_ids.tolist() == [ends[draw] for draw in draws]
 
 
+@pytest.mark.parametrize(("draws", "waits"), [([], 1), ([0], 0)])
+def test_a_chunk_that_draws_nothing_is_waited_for(
+    draws: list[int], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What peers are told they may read has to be in memory; where ids are fetched from the device, it is."""
+    waited = list[ModelRunner]()
+    monkeypatch.setattr(ModelRunner, "wait_written", lambda self: waited.append(self))
+    _runner([]).run(_plan([3], draws))
+    assert len(waited) == waits
+
+
 def test_rows_that_no_token_of_the_tokenizer_stands_for_are_never_drawn(tmp_path: Path) -> None:
     """A whole worker's model, whose logits are wider than its tokenizer; the padded rows are the likeliest ones."""
     build_tiny_llama(tmp_path, vocab_size=512)

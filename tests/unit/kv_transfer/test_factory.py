@@ -1,17 +1,19 @@
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from twopool.kv_transfer import factory
 from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.interface import KvTransport
 from twopool.kv_transfer.local import LocalFabric
-from twopool.kv_transfer.memory import allocate_host_pool
+from twopool.kv_transfer.memory import allocate_host_pool, shared_pool
 from twopool.protocol.errors import ConfigError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch
+from twopool.protocol.messages import RankPool
 
 GEOMETRY = KvGeometry(
     num_blocks=4, block_size=16, num_layers=2, num_kv_heads=1, num_kv_heads_local=1, head_dim=8, dtype="bfloat16"
@@ -59,6 +61,47 @@ async def test_describes_the_pool(name: str) -> None:
 async def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         create(**changes)
+
+
+class StubNixlAgent:
+    """Registers what NIXL here could not: memory of a GPU."""
+
+    def __init__(self, *, name: str, **_: Any) -> None:
+        self.name = name
+        self.metadata = b""
+        self.peers: list[RankPool] = []
+
+    def register(self, memory: torch.Tensor) -> None:
+        pass
+
+    def add_peer(self, pool: RankPool, epoch: Epoch) -> str:
+        self.peers.append(pool)
+        return "peer"
+
+
+@pytest.mark.parametrize(("memory", "num_left_to_nixl"), [("host", 0), ("device", 1)])
+async def test_only_host_memory_is_filled_from_mappings(
+    memory: Literal["host", "device"], num_left_to_nixl: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU cannot copy into a GPU's memory: there NIXL reads even the pools that could be mapped."""
+    agents = list[StubNixlAgent]()
+
+    def make(**settings: Any) -> StubNixlAgent:
+        agents.append(StubNixlAgent(**settings))
+        return agents[-1]
+
+    monkeypatch.setattr("twopool.kv_transfer.nixl.NixlAgent", make)
+    source_pool = allocate_host_pool(GEOMETRY.pool_bytes, shared=True)
+    shared = shared_pool(source_pool)
+    assert shared is not None
+    source = RankPool(geometry=GEOMETRY, base_address=0, canary_block=3, agent_metadata=b"", shared=shared)
+    device = "cpu" if memory == "host" else "meta"
+    pool = torch.zeros(GEOMETRY.pool_bytes, dtype=torch.uint8, device=device)
+    with monkeypatch.context() as patched:
+        patched.setattr(factory, "RankTransport", lambda *, agent, **_: agent)
+        agent: Any = create("nixl", pool=pool, geometry=replace(GEOMETRY, memory=memory))
+    agent.add_peer(source, Epoch(2))
+    assert len(agents[0].peers) == num_left_to_nixl
 
 
 async def test_ucx_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
