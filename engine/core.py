@@ -19,7 +19,7 @@ from twopool.engine.admission import blocks_to_reserve, check_request, make_sequ
 from twopool.engine.block_pool import BlockPool, Reservation
 from twopool.engine.constraints import Constraints, grammar_failure
 from twopool.engine.grammar import GrammarEngine
-from twopool.engine.next_step import prepare_next
+from twopool.engine.next_step import NextStep, prepare_next
 from twopool.engine.outputs import DrawnTokens, adopt_delta, record_token, resend
 from twopool.engine.plan import build_plan
 from twopool.engine.requests import (
@@ -34,7 +34,7 @@ from twopool.engine.requests import (
 )
 from twopool.engine.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig, blocks_for
 from twopool.engine.sequence import RequestState, Sequence, Status
-from twopool.engine.step import StepExecutor, StepPlan, StepResult
+from twopool.engine.step import FollowUp, StepExecutor, StepPlan, StepResult
 from twopool.kernels.token_scores import TokenScores
 from twopool.protocol.errors import OverloadedError
 from twopool.protocol.ids import BlockId, ChoiceIndex
@@ -276,21 +276,29 @@ class Engine:
         while True:
             self._report()
             following = prepare_next(schedule, plan, self._scheduler, self._pool)
+            follow_up = self._offer(following) if following is not None else None
             result = await _settled(computing)
-            if following is None or self._doomed or not isinstance(result, StepResult):
+            if following is None or follow_up is None or follow_up.started is None:
                 break
-            completed = following.plan(result.draws, self._scheduler)
-            if completed is None:
-                break
-            computing = self._start(following.schedule, completed)
+            plan, computing = follow_up.started
             self._num_prepared_steps += 1
             self._take_in(schedule, result)
-            schedule, plan = following.schedule, completed
+            schedule = following.schedule
         self._in_step = False
         self._take_in(schedule, result)
         doomed, self._doomed = self._doomed, []
         for sequence in doomed:
             self._scheduler.drop(sequence)
+
+    def _offer(self, following: NextStep) -> FollowUp:
+        """To be computed as soon as the step under way is over, unless something happens before that."""
+
+        def make(result: StepResult) -> StepPlan | None:  # on the thread that computes
+            return None if self._doomed else following.plan(result.draws, self._scheduler)
+
+        follow_up = FollowUp(make)
+        self._executor.follow(follow_up)
+        return follow_up
 
     def _start(self, schedule: Schedule, plan: StepPlan) -> Awaitable[StepResult] | Exception:
         try:

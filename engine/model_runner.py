@@ -1,7 +1,7 @@
 """Runs a step's plan on the model."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, cast
@@ -16,7 +16,7 @@ from twopool.kernels.backend import upload
 from twopool.kernels.kv_cache import copy_blocks
 from twopool.kernels.sampling import ROW_DTYPE, SamplingBatch, sample
 from twopool.kernels.token_scores import score_tokens
-from twopool.models.batch import DecodeInputs, ForwardBatch
+from twopool.models.batch import DecodeInputs, ForwardBatch, HostBatch
 
 WARM_UP_ROWS = (1, 128)
 """Rows of the prefills tried before the first request."""
@@ -40,6 +40,16 @@ class LayeredModel(Protocol):
 
     def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Calls ``on_layer(n)`` once K and V of the first ``n`` layers are in the pool's memory, up to all layers."""
+        ...
+
+
+class HostModel(Protocol):
+    """A model that takes a step's numbers as they are: ``models.native_decoder.NativeDecoder``."""
+
+    def forward_host(
+        self, batch: HostBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """As ``LayeredModel.forward``."""
         ...
 
 
@@ -83,34 +93,43 @@ class ModelRunner:
         self._num_valid_tokens = num_valid_tokens
         self._on_layers = on_layers
         self._layered = cast(LayeredModel, model) if getattr(model, "reports_layers", False) else None
+        self._host_model = cast(HostModel, model) if hasattr(model, "forward_host") else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copy blocks, compute the rows, draw the tokens. A GPU has all of it queued before the ids are waited for.
 
         The rows' KV is in memory then, where peers may read it.
         """
-        return self.draw(plan, self.compute(plan))
+        with self._computing():
+            result = self._draw(plan, self._compute(plan))
+        return self._written(plan, result)
 
     def compute(self, plan: StepPlan) -> Tensor:
         """Copy blocks, compute the rows -> their logits, [L + N, vocab_size]; other ranks than the first have none."""
-        with torch.inference_mode(), self._on_device():
-            if len(plan.copies):
-                copies = self._to_device(plan.copies.astype(np.int64))
-                copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
-            return self._logits(plan)
+        with self._computing():
+            return self._compute(plan)
 
     def draw(self, plan: StepPlan, logits: Tensor) -> StepResult:
         """The tokens, from what ``compute`` gave; the KV of its rows is in memory then, as after ``wait_written``."""
-        with torch.inference_mode(), self._on_device():
+        with self._computing():
             result = self._draw(plan, logits)
-        if not len(plan.draw_logits):  # nothing was drawn, so nothing was waited for
-            self.wait_written()
-        return result
+        return self._written(plan, result)
 
     def wait_written(self) -> None:
         """Until the KV of all that was computed is in memory, where peers may read it."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
+
+    def _written(self, plan: StepPlan, result: StepResult) -> StepResult:
+        if not len(plan.draw_logits):  # nothing was drawn, so nothing was waited for
+            self.wait_written()
+        return result
+
+    def _compute(self, plan: StepPlan) -> Tensor:
+        if len(plan.copies):
+            copies = self._to_device(plan.copies.astype(np.int64))
+            copy_blocks(self._kv_pool, copies[:, 0], copies[:, 1])
+        return self._logits(plan)
 
     def _draw(self, plan: StepPlan, logits: Tensor) -> StepResult:
         scores = None
@@ -147,23 +166,38 @@ class ModelRunner:
                 thread.submit(run, _warm_up_plan(1, self._block_size)).result()
 
     def _capture(self, captured: CapturedDecode) -> None:
-        with self._on_device():
+        with self._computing():
             captured.capture()
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """A thread's current GPU is the first one until it says otherwise."""
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """No gradients, and this thread's current GPU is the model's: it is the first one until it says otherwise."""
         device = self._model.device
-        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with torch.inference_mode(), on_device:
+            yield
 
     def _logits(self, plan: StepPlan) -> Tensor:
         """[L + N, vocab_size] float32, of the last rows wanted and of the scored ones."""
-        if plan.layer_marks and self._layered is not None:
-            return self._layered.forward(self._batch(plan), self._kv_pool, on_layer=self._marked(plan.layer_marks))
         if self._captured is not None and len(plan.logit_sequences) == len(plan.token_ids):  # a row, a draw a sequence
             inputs = DecodeInputs(plan.token_ids, plan.context_lens, plan.block_tables)
-            if not len(plan.scored_rows) and self._captured.accepts(inputs):
+            if not plan.layer_marks and not len(plan.scored_rows) and self._captured.accepts(inputs):
                 return self._captured.run(inputs)
-        return self._model.forward(self._batch(plan), self._kv_pool)
+        ends = np.cumsum(plan.query_lens, dtype=np.int32)
+        batch = HostBatch(
+            token_ids=plan.token_ids,
+            query_lens=plan.query_lens,
+            context_lens=plan.context_lens,
+            block_tables=plan.block_tables,
+            logit_rows=np.concatenate((ends[plan.logit_sequences] - 1, plan.scored_rows), dtype=np.int32),
+        )
+        on_layer = self._marked(plan.layer_marks) if plan.layer_marks else None
+        if self._host_model is not None:
+            return self._host_model.forward_host(batch, self._kv_pool, on_layer=on_layer)
+        on_device = batch.on_device(self._model.device, self._block_size)
+        if self._layered is not None and on_layer is not None:
+            return self._layered.forward(on_device, self._kv_pool, on_layer=on_layer)
+        return self._model.forward(on_device, self._kv_pool)
 
     def _marked(self, marks: tuple[int, ...]) -> Callable[[int], None]:
         """What the model calls after each layer's KV is written: passes the marked ones on."""
@@ -174,28 +208,6 @@ class ModelRunner:
                 on_layers(num_layers)
 
         return on_layer
-
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        query_lens, context_lens = plan.query_lens, plan.context_lens
-        ends = np.cumsum(query_lens, dtype=np.int32)
-        cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int32), ends))
-        # Row r of sequence s stands at r - ends[s] + context_lens[s].
-        positions = np.arange(len(plan.token_ids)) + np.repeat(context_lens - ends, query_lens)
-        blocks = plan.block_tables[np.repeat(np.arange(len(query_lens)), query_lens), positions // self._block_size]
-        slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
-        return ForwardBatch(
-            token_ids=self._to_device(plan.token_ids.astype(np.int64)),
-            positions=self._to_device(positions.astype(np.int64)),
-            slots=self._to_device(slots),
-            cu_seqlens=self._to_device(cu_seqlens),
-            context_lens=self._to_device(context_lens),
-            block_tables=self._to_device(plan.block_tables),
-            logit_rows=self._to_device(
-                np.concatenate((ends[plan.logit_sequences] - 1, plan.scored_rows), dtype=np.int64)
-            ),
-            query_lens_host=query_lens,
-            context_lens_host=context_lens,
-        )
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return upload(array, self._model.device)

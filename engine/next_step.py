@@ -1,8 +1,9 @@
 """The next step's inputs, made while this one computes.
 
 Most steps of a decode worker differ from the one before by a token and a position a sequence. So all of the next plan
-but the tokens is laid out ahead; when they are drawn they are filled in and it starts at once, and what they mean for
-their requests is worked out while it computes. The device waits for a batch's ids, not for its bookkeeping.
+but the tokens is laid out ahead. The thread that computes fills them in when they are drawn and goes on at once; what
+they mean for their requests is worked out on the event loop meanwhile. The device waits for a batch's ids, not for its
+bookkeeping.
 
 A prepared plan is used only where it is the one that scheduling anew would give: whatever comes, ends, is cancelled or
 is out of the ordinary goes the long way.
@@ -34,7 +35,10 @@ class NextStep:
     """[P] where in the plan's penalty histories the drawn tokens belong"""
 
     def plan(self, draws: Draws, scheduler: Scheduler) -> StepPlan | None:
-        """With the tokens of the step under way; None when they end or fail a sequence, or some came or went."""
+        """With the tokens of the step under way; None when they end or fail a sequence, or some came or went.
+
+        Called on the thread that computes, and changes nothing but the plan.
+        """
         if scheduler.num_changes != self._scheduler_changes or draws.bad.any():
             return None
         drawn = zip(self.schedule.chunks, draws.token_ids.tolist(), strict=True)

@@ -66,6 +66,17 @@ class StepResult:
 _Future: TypeAlias = "asyncio.Future[StepResult]"
 
 
+class FollowUp:
+    """A step to run right after the one under way, if ``make`` makes a plan of that one's result.
+
+    ``started``, known when that result is: the plan, and what is to be awaited for its own result.
+    """
+
+    def __init__(self, make: Callable[[StepResult], StepPlan | None]) -> None:
+        self.make = make
+        self.started: tuple[StepPlan, Awaitable[StepResult]] | None = None
+
+
 class StepExecutor(Protocol):
     """Runs plans, one at a time."""
 
@@ -76,13 +87,20 @@ class StepExecutor(Protocol):
         """
         ...
 
+    def follow(self, follow_up: FollowUp) -> None:
+        """When the step under way is over, go on with this one at once; where it is over already nothing happens.
+
+        ``make`` is called on the thread that computes.
+        """
+        ...
+
     def close(self) -> None:
-        """Finish the step under way and stop; idempotent."""
+        """Finish the step under way, and what was to follow it, and stop; idempotent."""
         ...
 
 
 class ThreadExecutor:
-    """Runs plans on one thread of its own, so that compute never blocks the event loop.
+    """Runs plans on one thread of its own, so that compute never blocks the event loop. Used by one loop.
 
     The thread is no daemon: interpreter exit waits for the step under way instead of tearing torch down beneath it.
     """
@@ -90,14 +108,23 @@ class ThreadExecutor:
     def __init__(self, compute: Callable[[StepPlan], StepResult]) -> None:
         self._compute = compute
         self._queue: queue.SimpleQueue[tuple[StepPlan, _Future] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_computing = False
+        self._follow_up: FollowUp | None = None
         self._thread = threading.Thread(target=self._run, name="engine-step")
         self._thread.start()
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         """The step goes on when whoever awaits it is cancelled; nobody hears of its end then."""
         future: _Future = asyncio.get_running_loop().create_future()
+        self._is_computing = True
         self._queue.put((plan, future))
         return future
+
+    def follow(self, follow_up: FollowUp) -> None:
+        with self._lock:
+            if self._is_computing:
+                self._follow_up = follow_up
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -106,13 +133,38 @@ class ThreadExecutor:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            plan, future = item
-            try:
-                result = self._compute(plan)
-            except Exception as error:  # whatever it is, the caller on the event loop has to hear of it
-                _deliver(future, _fail, error)
-            else:
-                _deliver(future, _complete, result)
+            step: tuple[StepPlan, _Future] | None = item
+            while step is not None:
+                step = self._step(*step)
+
+    def _step(self, plan: StepPlan, future: _Future) -> tuple[StepPlan, _Future] | None:
+        """Compute one step; what follows it."""
+        try:
+            result = self._compute(plan)
+            following = self._following(result, future.get_loop())
+        except Exception as error:  # whatever it is, the caller on the event loop has to hear of it
+            self._take_follow_up()
+            _deliver(future, _fail, error)
+            return None
+        _deliver(future, _complete, result)
+        return following
+
+    def _following(self, result: StepResult, loop: asyncio.AbstractEventLoop) -> tuple[StepPlan, _Future] | None:
+        follow_up = self._take_follow_up()
+        plan = follow_up.make(result) if follow_up is not None else None
+        if follow_up is None or plan is None:
+            return None
+        future: _Future = loop.create_future()
+        self._is_computing = True
+        follow_up.started = plan, future
+        return plan, future
+
+    def _take_follow_up(self) -> FollowUp | None:
+        """The step is over: from here on it is too late to say what follows."""
+        with self._lock:
+            follow_up, self._follow_up = self._follow_up, None
+            self._is_computing = False
+            return follow_up
 
 
 def _deliver(future: _Future, settle: Callable[[_Future, Any], None], value: object) -> None:

@@ -32,7 +32,7 @@ from twopool.engine.router_link import RouterHandler, RouterLinks
 from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.source_links import ReaderHandler, SourceLinks
 from twopool.engine.source_server import SourceHandler, SourceServer
-from twopool.engine.step import StepExecutor, StepPlan, StepResult, ThreadExecutor
+from twopool.engine.step import FollowUp, StepExecutor, StepPlan, StepResult, ThreadExecutor
 from twopool.engine.tickets import TicketWriter
 from twopool.engine.tp_group import TpGroup
 from twopool.engine.tp_loading import load_worker
@@ -475,6 +475,9 @@ class _HoldingExecutor:
     async def execute(self, plan: StepPlan) -> StepResult:
         await self._faults.reached("running")
         return await self._executor.execute(plan)
+
+    def follow(self, follow_up: FollowUp) -> None:
+        """Every step passes by the fault point."""
 
     def close(self) -> None:
         self._executor.close()

@@ -36,36 +36,25 @@ def draw(
     likely token is taken, of equal ones the first.
     """
     num_rows, vocab_size = logits.shape
-    tokens, bad = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.bool_)
-    noise = _noise(rows, is_random, vocab_size)
-    scratch = _Scratch(vocab_size)
-    for index in range(num_rows):
-        row = logits[index]
-        token = int(row.argmax())  # NaN counts as the largest
-        best = row[token]
-        if not np.isfinite(best):
-            bad[index] = True
-        elif is_random[index]:
-            token = scratch.draw(row, best, rows[index], noise[index])
-        tokens[index] = token
+    tokens = logits.argmax(axis=1)  # NaN counts as the largest
+    best = logits[np.arange(num_rows), tokens]
+    bad = ~np.isfinite(best)
+    drawing = np.flatnonzero(is_random & ~bad).tolist()
+    if drawing:
+        scratch = _Scratch(vocab_size)
+        for index, noise in zip(drawing, _noise(rows[drawing], vocab_size), strict=True):
+            tokens[index] = scratch.draw(logits[index], best[index], rows[index], noise)
     return tokens, bad
 
 
-def _noise(
-    rows: npt.NDArray[np.void], is_random: npt.NDArray[np.bool_], vocab_size: int
-) -> dict[int, npt.NDArray[np.float64]]:
-    """For each random row GROUP values for the tokens of a group, then one for each group."""
-    drawing = np.flatnonzero(is_random)
-    if not len(drawing):
-        return {}
-    keys = rows[drawing]
-    values = gumbel_noise(
+def _noise(keys: npt.NDArray[np.void], vocab_size: int) -> npt.NDArray[np.float64]:
+    """For each row GROUP values for the tokens of a group, then one for each group."""
+    return gumbel_noise(
         keys["seed"].astype(np.int64),
         keys["position"].astype(np.int64),
         keys["choice"].astype(np.int64),
         GROUP + -(-vocab_size // GROUP),
     )
-    return dict(zip(drawing.tolist(), values, strict=True))
 
 
 class _Scratch:

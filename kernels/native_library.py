@@ -9,7 +9,7 @@ from typing import Final
 LIBRARY_NAME: Final = "_native.so"
 GROUP_LOST: Final = 2
 """What a function returns when the ranks of a group can no longer compute together."""
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 
 
 @functools.cache

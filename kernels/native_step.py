@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from twopool.kernels.collectives import SharedMemoryCollective
 from twopool.kernels.native_library import GROUP_LOST, native_library
 from twopool.protocol.errors import CollectiveError
 
+Ints = npt.NDArray[np.int32]
 MatrixKind = Literal["qkv", "output", "gate_up", "down", "head"]
 VectorKind = Literal["input_norm", "post_attention_norm", "query_norm", "key_norm", "final_norm"]
 
@@ -56,8 +59,6 @@ class _Batch(ctypes.Structure):
         ("num_sequences", ctypes.c_int64),
         ("num_logit_rows", ctypes.c_int64),
         ("token_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
         ("query_lens", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
@@ -269,13 +270,11 @@ class NativeStep:
     def run(
         self,
         *,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        query_lens: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        logit_rows: Tensor,
+        token_ids: Ints,
+        query_lens: Ints,
+        context_lens: Ints,
+        block_tables: Ints,
+        logit_rows: Ints,
         cos: Tensor,
         sin: Tensor,
         kv_pool: Tensor,
@@ -286,10 +285,10 @@ class NativeStep:
         While it runs, layers_done holds the number of layers whose K and V are complete, for another thread to look at;
         on rank 0 those that are complete on every rank.
 
-        token_ids, positions, slots [T], logit_rows [R]: int64; query_lens, context_lens [S], block_tables
-        [S, max_blocks]: int32; cos, sin [positions, head_dim / 2]: float32; kv_pool as in kernels/kv_cache.py, of the
-        step's dtype. Raises ValueError for anything out of range, before the pool is touched, and CollectiveError when
-        the ranks can no longer compute together.
+        token_ids [T], query_lens, context_lens [S], block_tables [S, max_blocks], logit_rows [R]: int32, as
+        `models.batch.HostBatch` explains them; cos, sin [positions, head_dim / 2]: float32; kv_pool as in
+        kernels/kv_cache.py, of the step's dtype. Raises ValueError for anything out of range, before the pool is
+        touched, and CollectiveError when the ranks can no longer compute together.
         """
         if not self._whole:
             raise ValueError("finish() comes before run()")
@@ -299,16 +298,14 @@ class NativeStep:
         max_blocks = block_tables.shape[1]
         half = self.shape.head_dim // 2
         arrays = {
-            "token_ids": _checked(token_ids, torch.int64, (num_rows,), "token_ids"),
-            "positions": _checked(positions, torch.int64, (num_rows,), "positions"),
-            "slots": _checked(slots, torch.int64, (num_rows,), "slots"),
-            "query_lens": _checked(query_lens, torch.int32, (num_sequences,), "query_lens"),
-            "context_lens": _checked(context_lens, torch.int32, (num_sequences,), "context_lens"),
-            "block_tables": _checked(block_tables, torch.int32, (num_sequences, max_blocks), "block_tables"),
-            "logit_rows": _checked(logit_rows, torch.int64, (logit_rows.shape[0],), "logit_rows"),
-            "cos": _checked(cos, torch.float32, (cos.shape[0], half), "cos"),
-            "sin": _checked(sin, torch.float32, (cos.shape[0], half), "sin"),
+            "token_ids": _checked(token_ids, (num_rows,), "token_ids"),
+            "query_lens": _checked(query_lens, (num_sequences,), "query_lens"),
+            "context_lens": _checked(context_lens, (num_sequences,), "context_lens"),
+            "block_tables": _checked(block_tables, (num_sequences, max_blocks), "block_tables"),
+            "logit_rows": _checked(logit_rows, (logit_rows.shape[0],), "logit_rows"),
         }
+        rotations = (cos.shape[0], half)
+        tables = {"cos": _checked_table(cos, rotations, "cos"), "sin": _checked_table(sin, rotations, "sin")}
         self._check_pool(kv_pool)
         num_logits = 0 if self.rank else logit_rows.shape[0]
         logits = torch.empty((num_logits, self.shape.vocab_size), dtype=torch.float32)
@@ -323,7 +320,8 @@ class NativeStep:
             block_size=kv_pool.shape[4],
             logits=logits.data_ptr(),
             layers_done=ctypes.addressof(layers_done) if layers_done is not None else None,
-            **{name: array.data_ptr() for name, array in arrays.items()},
+            **{name: array.ctypes.data for name, array in arrays.items()},
+            **{name: table.data_ptr() for name, table in tables.items()},
         )
         self._check(self._library.twopool_step(self._handle, ctypes.byref(batch)))
         return logits
@@ -388,10 +386,14 @@ class NativeStep:
             raise ValueError(f"the native step: {self._library.twopool_last_error().decode()}")
 
 
-def _checked(array: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> Tensor:
+def _checked(array: Ints, shape: tuple[int, ...], name: str) -> Ints:
     """The array in memory the native code can walk; copied where it is not contiguous."""
-    if array.dtype != dtype or tuple(array.shape) != shape or array.device.type != "cpu":
-        raise ValueError(
-            f"{name} must be {list(shape)} of {dtype} on the CPU, not {list(array.shape)} of {array.dtype}"
-        )
-    return array.contiguous()
+    if array.dtype != np.int32 or array.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)} of int32, not {list(array.shape)} of {array.dtype}")
+    return np.ascontiguousarray(array)
+
+
+def _checked_table(table: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    if table.dtype != torch.float32 or table.shape != shape or table.device.type != "cpu":
+        raise ValueError(f"{name} must be {list(shape)} of float32, not {list(table.shape)} of {table.dtype}")
+    return table.contiguous()

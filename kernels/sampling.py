@@ -98,7 +98,6 @@ class Draws:
     """[R, N] float32"""
 
 
-@torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None = None) -> Draws:
     """Draw one token a row.
 
@@ -136,9 +135,9 @@ def sample(logits: Tensor, batch: SamplingBatch, *, num_valid_tokens: int | None
 
 def _is_random(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """[R] bool: rows for which anything but the most likely token may be drawn."""
-    random: npt.NDArray[np.bool_] = (
-        (rows["temperature"] > GREEDY_TEMPERATURE) & (rows["top_k"] != 1) & (rows["top_p"] > 0) & (rows["min_p"] < 1)
-    )
+    random: npt.NDArray[np.bool_] = rows["temperature"] > GREEDY_TEMPERATURE
+    if random.any():
+        random &= (rows["top_k"] != 1) & (rows["top_p"] > 0) & (rows["min_p"] < 1)
     return random
 
 

@@ -1,12 +1,55 @@
-"""One forward pass over a ragged batch: which rows, where their K and V go, whose logits are wanted."""
+"""One forward pass over a ragged batch: which rows, where their K and V go, whose logits are wanted.
+
+``HostBatch`` is what a step's plan knows; ``ForwardBatch`` is all of it that kernels on a device want to be told.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from twopool.kernels.backend import upload
+
 HostInts = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """S sequences contribute T rows in all, one sequence's rows after another's; they are its last ones."""
+
+    token_ids: HostInts
+    """[T] int32"""
+    query_lens: HostInts
+    """[S] int32, the rows of each sequence, at least 1"""
+    context_lens: HostInts
+    """[S] int32, tokens of each sequence in the cache after this step, this step's rows included"""
+    block_tables: HostInts
+    """[S, max_blocks] int32, each sequence's blocks in order, padded with 0"""
+    logit_rows: HostInts
+    """[R] int32, rows whose logits are wanted, in the order wanted"""
+
+    def on_device(self, device: torch.device, block_size: int) -> "ForwardBatch":
+        """With positions and slots worked out; on a GPU the copies are queued."""
+        query_lens, context_lens = self.query_lens, self.context_lens
+        ends = np.cumsum(query_lens, dtype=np.int32)
+        cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int32), ends))
+        # Row r of sequence s stands at r - ends[s] + context_lens[s].
+        positions = np.arange(len(self.token_ids)) + np.repeat(context_lens - ends, query_lens)
+        blocks = self.block_tables[np.repeat(np.arange(len(query_lens)), query_lens), positions // block_size]
+        slots = blocks.astype(np.int64) * block_size + positions % block_size
+        return ForwardBatch(
+            token_ids=upload(self.token_ids.astype(np.int64), device),
+            positions=upload(positions.astype(np.int64), device),
+            slots=upload(slots, device),
+            cu_seqlens=upload(cu_seqlens, device),
+            context_lens=upload(context_lens, device),
+            block_tables=upload(self.block_tables, device),
+            logit_rows=upload(self.logit_rows.astype(np.int64), device),
+            query_lens_host=query_lens,
+            context_lens_host=context_lens,
+        )
 
 
 @dataclass(frozen=True)

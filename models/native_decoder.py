@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from twopool.kernels.native_step import (
     native_available,
     unsupported_reason,
 )
-from twopool.models.batch import ForwardBatch
+from twopool.models.batch import ForwardBatch, HostBatch
 from twopool.models.config import DecoderConfig
 from twopool.models.fingerprint import combined_fingerprint
 from twopool.models.layer_watch import LayerWatch
@@ -129,8 +130,23 @@ class NativeDecoder:
         """The instruction set computed with, which names the rounding."""
         return self._step.isa
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """`forward_host` of the same batch; where the rows' K and V go follows from the block tables."""
+        return self.forward_host(
+            HostBatch(
+                token_ids=batch.token_ids.numpy().astype(np.int32),
+                query_lens=batch.query_lens_host,
+                context_lens=batch.context_lens_host,
+                block_tables=batch.block_tables.numpy(),
+                logit_rows=batch.logit_rows.numpy().astype(np.int32),
+            ),
+            kv_pool,
+            on_layer=on_layer,
+        )
+
+    def forward_host(
+        self, batch: HostBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
         """Write the rows' K and V into `kv_pool`; return [R, vocab_size] float32 logits.
 
         Ranks above 0 of a group return [0, vocab_size].
@@ -150,14 +166,12 @@ class NativeDecoder:
         """Whether `forward` takes `on_layer`."""
         return True
 
-    def _run(self, batch: ForwardBatch, kv_pool: Tensor, layers_done: ctypes.c_int32 | None) -> Tensor:
-        longest = int(batch.context_lens_host.max()) if len(batch.context_lens_host) else 0
+    def _run(self, batch: HostBatch, kv_pool: Tensor, layers_done: ctypes.c_int32 | None) -> Tensor:
+        longest = int(batch.context_lens.max()) if len(batch.context_lens) else 0
         cos, sin = self._rope.up_to(longest)
         return self._step.run(
             token_ids=batch.token_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            query_lens=torch.from_numpy(batch.query_lens_host),
+            query_lens=batch.query_lens,
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
             logit_rows=batch.logit_rows,

@@ -36,7 +36,7 @@ from twopool.engine.step import ThreadExecutor
 from twopool.engine.tp_loading import load_worker
 from twopool.kv_transfer.dtypes import TORCH_DTYPES
 from twopool.kv_transfer.memory import settle_pool
-from twopool.models.batch import ForwardBatch
+from twopool.models.batch import ForwardBatch, HostBatch
 from twopool.models.decoder import Decoder
 from twopool.models.native_decoder import NativeDecoder
 from twopool.models.store import resolve_model
@@ -184,10 +184,26 @@ class _TimedModel:
         self.seconds = 0.0
 
     def forward(self, batch: ForwardBatch, kv_pool: Tensor) -> Tensor:
+        return self._timed(lambda: self._decoder.forward(batch, kv_pool))
+
+    def _timed(self, forward: Callable[[], Tensor]) -> Tensor:
         start = time.perf_counter()
-        logits = self._decoder.forward(batch, kv_pool)
+        logits = forward()
         self.seconds += time.perf_counter() - start
         return logits
+
+
+class _TimedHostModel(_TimedModel):
+    """The same of one that takes a step's numbers as they are."""
+
+    def __init__(self, decoder: NativeDecoder) -> None:
+        super().__init__(decoder)
+        self._native = decoder
+
+    def forward_host(
+        self, batch: HostBatch, kv_pool: Tensor, *, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        return self._timed(lambda: self._native.forward_host(batch, kv_pool, on_layer=on_layer))
 
 
 class EngineBench:
@@ -221,7 +237,8 @@ class EngineBench:
         self.backend = loaded.kernel_backend
         self._vocab_size = loaded.decoder.config.vocab_size
         self._num_blocks = loaded.geometry.num_blocks
-        self._model = _TimedModel(loaded.decoder)
+        decoder = loaded.decoder
+        self._model = _TimedHostModel(decoder) if isinstance(decoder, NativeDecoder) else _TimedModel(decoder)
         own = loaded.runner(config, model=self._model)
         self._runner = own if loaded.group is None else GroupRunner(own, loaded.group)
         self._runner.warm_up()

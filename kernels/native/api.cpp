@@ -26,7 +26,7 @@
 namespace twopool {
 namespace {
 
-constexpr int kAbiVersion = 5;
+constexpr int kAbiVersion = 6;
 constexpr int kFailed = 1, kGroupLost = 2;
 constexpr int kMaxThreads = 1024;
 thread_local std::string last_error;

@@ -67,7 +67,8 @@ void StepRunner::run(const StepBatch& batch) {
   check_batch(shape_, batch);
   batch_ = &batch;
   if (batch.num_rows == 0) return;
-  writes_are_private_ = writes_are_private(batch);
+  place_rows(batch, &places_);
+  writes_are_private_ = writes_are_private(batch, places_);
   reserve(std::max(batch.num_rows, batch.num_logit_rows));
   plans_.clear();
   for (int64_t window : std::set<int64_t>(shape_.windows.begin(), shape_.windows.end())) {
@@ -297,15 +298,15 @@ void StepRunner::rotate_heads(int layer, int64_t row, int first_kv_head, int num
   const LayerWeights& weights = model_.layers()[static_cast<size_t>(layer)];
   const int64_t element = element_bytes(shape_.dtype), head_dim = shape_.head_dim;
   const int group = shape_.num_heads / shape_.num_kv_heads;
-  const int64_t block = batch_->slots[row] / batch_->block_size, offset = batch_->slots[row] % batch_->block_size;
+  const RowPlace& place = places_[static_cast<size_t>(row)];
   const int64_t query = int64_t{first_kv_head} * group * head_dim, kv = first_kv_head * head_dim;
   float* qkv = qkv_.memory.as<float>() + row * qkv_.stride;
   RotateTask task = {};
   task.query_rows = qkv + query;
   task.key_rows = qkv + shape_.num_heads * head_dim + kv;
   task.value_rows = qkv + (shape_.num_heads + shape_.num_kv_heads) * head_dim + kv;
-  task.cos = batch_->cos + batch_->positions[row] * (head_dim / 2);
-  task.sin = batch_->sin + batch_->positions[row] * (head_dim / 2);
+  task.cos = batch_->cos + place.position * (head_dim / 2);
+  task.sin = batch_->sin + place.position * (head_dim / 2);
   task.q_norm = weights.query_norm.empty() ? nullptr : weights.query_norm.data();
   task.k_norm = weights.key_norm.empty() ? nullptr : weights.key_norm.data();
   task.eps = shape_.eps;
@@ -313,7 +314,7 @@ void StepRunner::rotate_heads(int layer, int64_t row, int first_kv_head, int num
   task.num_kv_heads = num_kv_heads;
   task.head_dim = shape_.head_dim;
   task.queries = queries_.memory.as<uint8_t>() + (row * queries_.stride + query) * element;
-  uint8_t* keys = pool_layer(block, layer) + (first_kv_head * kv_head_stride() + offset * head_dim) * element;
+  uint8_t* keys = pool_layer(place.block, layer) + (first_kv_head * kv_head_stride() + place.offset * head_dim) * element;
   task.keys = keys;
   task.values = keys + batch_->block_size * head_dim * element;
   task.kv_head_stride = kv_head_stride();

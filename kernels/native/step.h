@@ -70,6 +70,7 @@ class StepRunner {
   std::vector<int64_t> vocab_bounds_;
   uint64_t digest_ = 0;
   const StepBatch* batch_ = nullptr;
+  std::vector<RowPlace> places_;  // of the batch
   bool writes_are_private_ = false;
   std::map<int64_t, AttentionPlan> plans_;  // by window
   Rows residual_;  // float [rows][hidden_size]

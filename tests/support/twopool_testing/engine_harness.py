@@ -9,7 +9,7 @@ import asyncio
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from twopool.engine.grammar import GrammarEngine
 from twopool.engine.model_runner import ModelRunner
 from twopool.engine.requests import AttemptKey, EngineRequest, LocalPrefill, PrefillProgress, PrefillResult, StepOutput
 from twopool.engine.scheduler import SchedulerConfig
-from twopool.engine.step import StepPlan, StepResult
+from twopool.engine.step import FollowUp, StepPlan, StepResult
 from twopool.kernels.sampling import ROW_DTYPE, SamplingBatch, sample
 from twopool.models.batch import ForwardBatch
 from twopool.protocol.ids import Attempt, BlockId, ChoiceIndex, Epoch, RequestId
@@ -99,8 +99,18 @@ class Gate:
         self.entered = asyncio.Event()
         self.fail_next: Exception | None = None
         self.plans: list[StepPlan] = []
+        self._is_computing = False
+        self._follow_up: FollowUp | None = None
 
-    async def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> Coroutine[Any, Any, StepResult]:
+        self._is_computing = True
+        return self._execute(plan)
+
+    def follow(self, follow_up: FollowUp) -> None:
+        if self._is_computing:
+            self._follow_up = follow_up
+
+    async def _execute(self, plan: StepPlan) -> StepResult:
         blocks = sorted({BlockId(int(block)) for block in (*plan.block_tables.flat, *plan.copies.flat)})
         before = self._pool.generations(blocks).tolist()
         self.plans.append(plan)
@@ -114,10 +124,15 @@ class Gate:
         ]
         for block in {*used, *(BlockId(int(block)) for block in plan.copies.flat)}:
             assert self._pool.generation(block) == before[blocks.index(block)], f"block {block} was given up in a step"
+        follow_up, self._follow_up = self._follow_up, None
+        self._is_computing = False
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        return self._runner.run(plan)
+        result = self._runner.run(plan)
+        if follow_up is not None and (following := follow_up.make(result)) is not None:
+            follow_up.started = following, self.execute(following)
+        return result
 
     def close(self) -> None:
         """Nothing to stop."""
