@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.grammar import grammar_limits
@@ -14,8 +15,9 @@ from twopool.router.message_parser import MessageOptions, MessageParser, message
 from twopool.router.model_info import ModelInfo
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat
 from twopool.router.schema import ChatBody, ResponseFormat
-from twopool.router.tool_formats import TOOL_FORMATS, ToolFormat
+from twopool.router.tool_formats import MARKERS, TOOL_FORMATS, ToolFormat
 from twopool.router.tools import tool_use
+from twopool_testing.tiny_tokenizers import byte_level_tokenizer
 
 LIMITS = RequestLimits(
     served_names=("tiny",), max_model_len=512, vocab_size=330, timeout_s=9.0, arrived_s=1.0, tenant=b""
@@ -291,19 +293,32 @@ def test_strict_tools_bind_a_model_that_may_call(tiny_model: ModelInfo, judge: J
     assert judge.accepts(grammar, loose)  # not a strict one
 
 
-def test_a_mark_that_is_a_token_opens_a_strict_call(tiny_model: ModelInfo, judge: Judge) -> None:
-    """``<think>``, a special token of this vocabulary, in the place of the mark."""
-    opening = tiny_model.tokenizer.token_id("<think>")
-    assert opening is not None
-    tools = tool_use(strict_tools(True, True), None, None)
-    around = Surroundings("none", "hermes", tools, lambda text: opening if text == "<tool_call>" else None)
-    grammar = output_grammar(ChatBody(messages=[]), around)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("tool_format", ["hermes", "mistral"])
+@pytest.mark.parametrize("strict", [True, None])
+def test_marks_that_are_tokens(special: bool, tool_format: ToolFormat, strict: bool | None) -> None:
+    """Qwen's are text in one token, Mistral's are special ones; followed by masks, as workers do."""
+    tokenizer = byte_level_tokenizer()
+    marks = [AddedToken(text, special=special, normalized=False) for text in MARKERS[tool_format][:2]]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(marks[: 2 if tool_format == "hermes" else 1])
+    llguidance = LLTokenizer(tokenizer.to_str())
+    tools = tool_use(strict_tools(strict, strict), "auto" if strict else "required", None)
+    grammar = output_grammar(ChatBody(messages=[]), Surroundings("none", tool_format, tools, tokenizer.token_to_id))
     assert grammar is not None
-    call = CALLS["hermes"].replace("<tool_call>", "<think>")
-    assert judge.accepts(grammar, f"well {call}\n{call}")
-    assert judge.accepts(grammar, "well")
-    assert not judge.accepts(grammar, "well <think>")
-    assert not judge.accepts(grammar, "well" + call.replace('"age": 1', '"age": "x"'))
+
+    def accepts(text: str) -> bool:
+        matcher = LLMatcher(llguidance, grammar, log_level=0, limits=grammar_limits())
+        for token in tokenizer.encode(text, add_special_tokens=False).ids:
+            if not matcher.compute_bitmask()[token // 8] >> token % 8 & 1:
+                return False
+            assert matcher.consume_token(token)
+        return matcher.is_accepting()
+
+    call = CALLS[tool_format]
+    assert accepts(call)
+    assert accepts("well " + call) == accepts("well") == bool(strict)
+    assert not accepts(call.replace('"age": 1', '"age": "x"'))
+    assert not accepts("well" + call[:13])
 
 
 def test_strict_decides_how_closely_schemas_are_followed(tiny_model: ModelInfo, judge: Judge) -> None:
