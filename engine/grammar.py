@@ -9,7 +9,6 @@ worker, an earlier attempt, before a preemption).
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from twopool.engine.grammar_cache import GrammarCache, KeptGrammar
 from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.grammar import grammar_limits
 from twopool.protocol.ids import ChoiceIndex
 
 Ints = npt.NDArray[np.int32]
 
-CACHED_GRAMMARS = 128
 _MAX_FILL_THREADS = 8
 _WORD_BITS = 32
 
@@ -35,10 +34,13 @@ class _ChoiceMatcher:
     matcher: LLMatcher
     num_fed: int = 0
 
-    def feed(self, output_ids: list[int]) -> None:
-        if self.num_fed < len(output_ids):
+    def feed(self, output_ids: list[int]) -> int:
+        """How many ids were new."""
+        num_new = len(output_ids) - self.num_fed
+        if num_new > 0:
             self.matcher.consume_tokens(output_ids[self.num_fed :])
             self.num_fed = len(output_ids)
+        return num_new
 
 
 @dataclass(eq=False)
@@ -50,12 +52,18 @@ class RequestGrammar:
     """
 
     stop_ids: frozenset[int]
+    kept: KeptGrammar
     error: str | None = None
     _prototype: LLMatcher | None = None
     _choices: dict[ChoiceIndex, _ChoiceMatcher] = field(default_factory=dict)
 
     def compiled(self, prototype: LLMatcher) -> None:
         self._prototype = prototype
+
+    def fail(self, matcher: LLMatcher) -> None:
+        """``matcher``, of one of the choices, has an error."""
+        self.error = matcher.get_error()[:1000]
+        self.kept.spoilt = True
 
     def is_complete(self, choice: ChoiceIndex, output_ids: list[int]) -> bool:
         """Whether nothing can follow ``output_ids``. Not to be called while a step fills masks."""
@@ -69,9 +77,9 @@ class RequestGrammar:
         state = self._choices.get(choice)
         if state is None:
             state = self._choices[choice] = _ChoiceMatcher(self._prototype.deep_copy())
-        state.feed(output_ids)
+        self.kept.num_fed += state.feed(output_ids)
         if state.matcher.is_error():
-            self.error = state.matcher.get_error()[:1000]
+            self.fail(state.matcher)
             return None
         return state.matcher
 
@@ -103,7 +111,7 @@ class GrammarEngine:
         self._compiling = ThreadPoolExecutor(1, "grammar-compile")
         self._filling = ThreadPoolExecutor(1, "grammar-masks")
         self._tokenizer = self._compiling.submit(_load_tokenizer, folder, vocab_size)
-        self._prototypes: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._cache = GrammarCache(lambda text: self._compiling.submit(self._compile, text))
         self._executor: LLExecutor | None = None
 
     def close(self) -> None:
@@ -113,21 +121,15 @@ class GrammarEngine:
 
     def prepare(self, text: str) -> "Future[LLMatcher]":
         """Compile ``text``, or find it compiled; the result is to be copied. Called on one thread."""
-        prototype = self._prototypes.get(text)
-        if prototype is None or (prototype.done() and prototype.exception() is not None):
-            prototype = self._prototypes[text] = self._compiling.submit(self._compile, text)
-            if len(self._prototypes) > CACHED_GRAMMARS:
-                self._prototypes.popitem(last=False)
-        else:
-            self._prototypes.move_to_end(text)
-        return prototype
+        return self._cache.get(text).prototype
 
     def start(self, text: str, stop_ids: frozenset[int], on_ready: Callable[[], None]) -> RequestGrammar:
         """A request's grammar; ``on_ready`` is called, on any thread, once it is compiled or has an ``error``.
 
         ``stop_ids`` may be drawn wherever the output could end.
         """
-        grammar = RequestGrammar(stop_ids)
+        kept = self._cache.get(text)
+        grammar = RequestGrammar(stop_ids, kept)
 
         def settle(prototype: "Future[LLMatcher]") -> None:
             if prototype.cancelled():
@@ -138,7 +140,7 @@ class GrammarEngine:
                 grammar.compiled(prototype.result())
             on_ready()
 
-        self.prepare(text).add_done_callback(settle)
+        kept.prototype.add_done_callback(settle)
         return grammar
 
     def fill(self, rows: list[MaskRow]) -> StepMasks:
@@ -172,7 +174,7 @@ class GrammarEngine:
             )
         for index, matcher in wanted:
             if matcher.is_error():
-                rows[index].grammar.error = matcher.get_error()[:1000]
+                rows[index].grammar.fail(matcher)
                 bits[index] = -1
             else:
                 _set_ends(bits[index], matcher.is_accepting(), tokenizer.eos_tokens, rows[index].grammar.stop_ids)

@@ -115,7 +115,13 @@ def tokenizer_config(metadata: Metadata, model_max_length: int) -> dict[str, Any
         "model_max_length": model_max_length,
     }
     if "tokenizer.chat_template" in metadata:
-        config["chat_template"] = metadata.text("tokenizer.chat_template")
+        config["chat_template"] = default = metadata.text("tokenizer.chat_template")
+        if "tokenizer.chat_template.tool_use" in metadata:
+            tool_use = metadata.text("tokenizer.chat_template.tool_use")
+            config["chat_template"] = [
+                {"name": "default", "template": default},
+                {"name": "tool_use", "template": tool_use},
+            ]
     return config
 
 

@@ -21,19 +21,16 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens it may name (``bos_token``, ``eos_token`` ...)."""
+    """A model's compiled template and the special tokens it may name (``bos_token``, ``eos_token`` ...)."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ``ModelError`` for a template that does not compile."""
-        self._source = source
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_source: str | None = None) -> None:
+        """``tool_source`` is used instead of ``source`` for requests with tools.
+
+        Raises ``ModelError`` for a template that does not compile.
+        """
         self._special_tokens = dict(special_tokens)
-        try:
-            template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the model's chat template does not compile: {error}") from error
-        # As a plain dictionary: a context walks through all of them, and they are a chain of maps.
-        self._globals = template.globals = dict(template.globals)
-        self._template = template
+        self._template = _compiled(source)
+        self._tool_template = self._template if tool_source is None else _compiled(tool_source)
 
     def render(
         self,
@@ -51,8 +48,9 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if continue_final_message:
             messages = self._tagged(messages)
+        template = self._template if tools is None else self._tool_template
         variables: dict[str, Any] = {
-            **self._globals,
+            **template.globals,
             **self._special_tokens,
             **extra,
             "messages": messages,
@@ -62,7 +60,6 @@ class ChatTemplate:
         }
         try:
             # What ``Template.render`` does, without walking through the globals, which are a chain of maps, each time.
-            template = self._template
             context = template.new_context(variables, shared=True)
             text = template.environment.concat(template.root_render_func(context))
         except jinja2.TemplateError as error:
@@ -80,6 +77,16 @@ class ChatTemplate:
                 "continue_final_message needs a final message with text content", param="continue_final_message"
             )
         return [*messages[:-1], {**messages[-1], "content": content + _CONTINUE_TAG}]
+
+
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        template = _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the model's chat template does not compile: {error}") from error
+    # As a plain dictionary: a context walks through all of them, and they are a chain of maps.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _cut_at_tag(text: str, messages: list[ChatMessage]) -> str:

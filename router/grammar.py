@@ -17,7 +17,7 @@ from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.grammar import grammar_limits
 from twopool.protocol.messages import MAX_GRAMMAR_CHARS
 from twopool.router.schema import GenerationBody
-from twopool.router.tool_formats import TokenId, ToolFormat, call_rules, think_rules
+from twopool.router.tool_formats import TokenId, ToolFormat, call_rules, free_rules, think_rules
 from twopool.router.tools import ToolUse
 
 MAX_CHOICES = 4096
@@ -58,7 +58,7 @@ def output_grammar(body: GenerationBody, around: Surroundings) -> str | None:
     """
     wanted = _wanted(body)
     tools = around.tools
-    if wanted is None and (tools is None or not tools.forced):
+    if wanted is None and (tools is None or not (tools.forced or tools.strict)):
         return None
     if wanted is not None and tools is not None and tools.forced:
         raise InvalidRequestError(
@@ -72,9 +72,14 @@ def output_grammar(body: GenerationBody, around: Surroundings) -> str | None:
         ways.append("@answer")
     if tools is not None:
         rules = call_rules(around.tool_format, tools.tools, many=tools.many, token_id=around.token_id)
-        ways.append("calls")
+        is_free = wanted is None and not tools.forced
+        if is_free:
+            rules += free_rules(around.tool_format, around.token_id)
+        ways.append("free" if is_free else "calls")
         for index, tool in enumerate(tools.tools):
-            parts.append((tool.path, {**_json_grammar(tool.parameters, tool.path), "name": f"arguments_{index}"}))
+            schema = tool.parameters if tool.strict or not is_free else {"type": "object"}
+            arguments = _json_grammar(schema, tool.path, lenient=tool.strict is False)
+            parts.append((tool.path, {**arguments, "name": f"arguments_{index}"}))
     grammars = [grammar for _, grammar in parts]
     if around.reasoning != "none" or ways != ["@answer"]:
         start = "start: output\n"

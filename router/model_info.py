@@ -61,16 +61,17 @@ def load_model_info(folder: Path) -> ModelInfo:
     eos_ids = _id_list(eos_source.get("eos_token_id"), folder)
     if "eos_token" in named and (eos_id := tokenizer.token_id(named["eos_token"])) is not None:
         eos_ids.append(eos_id)
-    source = _template_source(folder, tokenizer_config)
+    templates = _template_sources(folder, tokenizer_config)
+    source, tool_source = templates.get("default"), templates.get("tool_use")
     return ModelInfo(
         folder=folder,
         vocab_size=vocab_size,
         max_model_len=_positive_int(config, "max_position_embeddings", folder),
         eos_token_ids=tuple(sorted({i for i in eos_ids if i < vocab_size})),
         tokenizer=tokenizer,
-        chat_template=None if source is None else ChatTemplate(source, named),
+        chat_template=None if source is None else ChatTemplate(source, named, tool_source=tool_source),
         defaults=_defaults(generation, folder),
-        tool_format=tool_format_of(source or ""),
+        tool_format=tool_format_of(tool_source or source or ""),
         reasoning_format=reasoning_format_of(source or ""),
     )
 
@@ -104,16 +105,23 @@ def _id_list(value: Any, folder: Path) -> list[int]:
     return list(ids)
 
 
-def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja`` before ``chat_template.json`` before ``tokenizer_config.json``, as in transformers."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates by name, looked for where transformers does: ``default``, and ``tool_use`` where there is one.
+
+    ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja`` come before ``chat_template.json``, and that
+    before ``tokenizer_config.json``.
+    """
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     template = _read_json(folder / "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    else:
+        named = {"default": template}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _defaults(generation: dict[str, Any], folder: Path) -> SamplingDefaults:

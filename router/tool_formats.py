@@ -1,6 +1,7 @@
 """How model families write tool calls: the grammar that forces them. The other direction is ``tool_parsers``."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -55,27 +56,47 @@ def literal(text: str) -> str:
 
 
 def call_rules(tool_format: ToolFormat, tools: tuple[Tool, ...], *, many: bool, token_id: TokenId) -> str:
-    """Lark rules: ``calls`` is one call of one of ``tools``, or several. Refers to ``@arguments_i`` for tool *i*."""
+    """Lark rules: ``calls`` is one call of one of ``tools``, or several; ``first`` is that without its opening mark.
+
+    Refers to ``@arguments_i`` for tool *i*.
+    """
     match tool_format:
         case "hermes":
             opening, closing = marker(HERMES_OPEN, token_id), marker(HERMES_CLOSE, token_id)
             heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
             rules = _one_of(heads, "}")
-            rules += f"call: {opening} {literal(chr(10))} function {literal(chr(10))} {closing}\n"
-            return rules + ('calls: call ("\\n" call)*\n' if many else "calls: call\n")
+            rules += f"rest: {literal(chr(10))} function {literal(chr(10))} {closing}\n"
+            rules += f'first: rest ("\\n" {opening} rest)*\n' if many else "first: rest\n"
+            return rules + f"calls: {opening} first\n"
         case "llama3_json":
             heads = [f'{{"name": {json.dumps(tool.name)}, "parameters": ' for tool in tools]
-            return _one_of(heads, "}") + ('calls: function ("; " function)*\n' if many else "calls: function\n")
+            rules = 'first: function ("; " function)*\n' if many else "first: function\n"
+            return _one_of(heads, "}") + rules + "calls: first\n"
         case "mistral":
             opening = marker(MISTRAL_OPEN, token_id)
             if token_id(MISTRAL_ARGS) is not None:  # newer vocabularies: [TOOL_CALLS]name[ARGS]{...}
                 arguments = marker(MISTRAL_ARGS, token_id)
                 bodies = [f"{literal(tool.name)} {arguments} @arguments_{i}" for i, tool in enumerate(tools)]
-                rules = "function: " + " | ".join(bodies) + f"\ncall: {opening} function\n"
-                return rules + ("calls: call+\n" if many else "calls: call\n")
-            heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
-            rest = ' (", " function)*' if many else ""
-            return _one_of(heads, "}") + f'calls: {opening} "[" function{rest} "]"\n'
+                rules = "function: " + " | ".join(bodies) + "\n"
+                rules += f"first: function ({opening} function)*\n" if many else "first: function\n"
+            else:
+                heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
+                rest = ' (", " function)*' if many else ""
+                rules = _one_of(heads, "}") + f'first: "[" function{rest} "]"\n'
+            return rules + f"calls: {opening} first\n"
+
+
+def free_rules(tool_format: ToolFormat, token_id: TokenId) -> str:
+    """Lark rule ``free``: any text, which turns into the calls of ``call_rules`` where it begins to call."""
+    if tool_format == "llama3_json":  # only a whole message is a call
+        start = rf"/[ \t\r\n]*([^{{ \t\r\n](.|\n)*)?/ & ~/[ \t\r\n]*{re.escape(LLAMA_TAG)}(.|\n)*/"
+        return f"free: TEXT? | first\nTEXT: {start}\n"
+    opening = HERMES_OPEN if tool_format == "hermes" else MISTRAL_OPEN
+    number = token_id(opening)
+    # Such a token may be special, and then it is no text, or be text that is one token.
+    begun = "until" if number is None else f"until | TEXT? <[{number}]>"
+    rules = f"free: TEXT? | begun first\nbegun: {begun}\nuntil[suffix={literal(opening)}]: /(.|\\n)*/\n"
+    return rules + rf"TEXT: /(.|\n)+/ & ~/(.|\n)*{re.escape(opening)}(.|\n)*/" + "\n"
 
 
 def think_rules(*, opened: bool, token_id: TokenId) -> str:

@@ -19,6 +19,9 @@ class Tool:
     parameters: dict[str, Any]
     path: str
     """where the schema stands in the request, for messages"""
+    strict: bool | None = None
+    """whether arguments must conform to the schema: true even where the model need not call; false lets go of what
+    cannot be enforced in a schema"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class ToolUse:
     @property
     def forced(self) -> bool:
         return self.mode != "auto"
+
+    @property
+    def strict(self) -> bool:
+        """Whether the calls of one of the tools must conform, if the model chooses to call."""
+        return any(tool.strict is True for tool in self.tools)
 
 
 def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
@@ -85,16 +93,20 @@ def _tool(tool: Any, path: str) -> Tool:
         raise InvalidRequestError(
             f"{path}.function.description: expected a string", param=f"{path}.function.description"
         )
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        message = f"{path}.function.strict: expected true or false"
+        raise InvalidRequestError(message, param=f"{path}.function.strict")
     parameters = function.get("parameters")
     path += ".function.parameters"
     if parameters is None:
-        return Tool(name, _NO_PARAMETERS, path)
+        return Tool(name, _NO_PARAMETERS, path, strict)
     if not isinstance(parameters, dict):
         raise InvalidRequestError(f"{path}: expected a JSON schema", param=path)
     kind = parameters.get("type", "object")
     if kind != "object":
         raise InvalidRequestError(f"{path}.type: arguments are an object", param=f"{path}.type")
-    return Tool(name, {"type": "object", **parameters}, path)
+    return Tool(name, {"type": "object", **parameters}, path, strict)
 
 
 def _choice(choice: Any) -> tuple[str, str | None]:

@@ -5,6 +5,9 @@ core to itself where there is more than one; the mock workers and the client sha
 process's own, all threads, read from /proc around each round. Rounds of all contestants are interleaved and every
 figure is the median of its rounds: believe ratios, absolute figures move with the machine's mood.
 
+In the same rounds the same load goes straight to a mock worker over HTTP, without any router. What a router's time to
+the first token exceeds that by is its TTFT overhead: the client's own queueing is in neither.
+
 With ``--peer sglang-router`` the same load goes to that router in PD mode in the same run. It is given HTTP workers
 that send one event a token; it neither tokenises nor detokenises, twopool does both. ``events_per_token`` under 1 says
 that chunks were merged, as happens to whoever falls behind, most of all where steps take no time.
@@ -18,6 +21,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import operator
 import os
 import platform
 import socket
@@ -41,6 +45,7 @@ from twopool.scripts.bench_router_control import set_step
 from twopool.scripts.bench_router_load import LoadResult, check_answer, run_load
 from twopool.scripts.bench_router_model import build_model, read_answer
 
+NO_ROUTER = "no router"
 _START_TIMEOUT_S = 60.0
 _CACHE = Path.home() / ".cache" / "twopool" / "bench"
 
@@ -57,7 +62,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds of one case. ``cpu_us_per_token`` includes what the requests themselves cost."""
+    """Medians over the rounds of one case. ``cpu_us_per_token`` includes what the requests themselves cost.
+
+    ``ttft_overhead_*``: what the percentile exceeds that of the same round without a router by.
+    """
 
     router: str
     num_streams: int
@@ -69,6 +77,8 @@ class Row:
     req_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float
+    ttft_overhead_p50_ms: float
+    ttft_overhead_p99_ms: float
     events_per_token: float
     rounds: int
 
@@ -167,7 +177,10 @@ def _run(args: argparse.Namespace) -> list[Row]:
         model = build_model(folder / "model")
         peer_python = peer.installed_python(args.peer_venv) if args.peer else None
         os.sched_setaffinity(0, other_cpus)
-        contestants = [stack.enter_context(_twopool(model, folder, router_cpus))]
+        contestants = [
+            stack.enter_context(_no_router(model, folder)),
+            stack.enter_context(_twopool(model, folder, router_cpus)),
+        ]
         if peer_python is not None:
             contestants.append(stack.enter_context(_sglang(peer_python, model, folder, router_cpus)))
         _, texts = read_answer(model)
@@ -183,7 +196,11 @@ def _run(args: argparse.Namespace) -> list[Row]:
                     progress.update(task, description=f"{contestant.name}, {case.num_streams} streams")
                     measured[contestant.name, case].append(contestant.measure(case))
                     progress.advance(task)
-    return [_row(name, case, rounds) for (name, case), rounds in measured.items()]
+    return [
+        row_of(name, case, rounds, [result for result, _ in measured[NO_ROUTER, case]])
+        for (name, case), rounds in measured.items()
+        if name != NO_ROUTER
+    ]
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
@@ -200,9 +217,11 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def _row(name: str, case: Case, rounds: list[tuple[LoadResult, float]]) -> Row:
+def row_of(name: str, case: Case, rounds: list[tuple[LoadResult, float]], direct: list[LoadResult]) -> Row:
+    """``rounds``: results and the router's CPU seconds; ``direct``: the results of the same rounds without a router."""
     results = [result for result, _ in rounds]
-    ttfts = [sorted(result.ttft_s) for result in results]
+    p50s, p99s = ([_percentile_ms(result, percent) for result in results] for percent in (50, 99))
+    direct_p50s, direct_p99s = ([_percentile_ms(result, percent) for result in direct] for percent in (50, 99))
     return Row(
         router=name,
         num_streams=case.num_streams,
@@ -212,11 +231,18 @@ def _row(name: str, case: Case, rounds: list[tuple[LoadResult, float]]) -> Row:
         cpu_us_per_request=statistics.median(cpu_s / result.num_requests for result, cpu_s in rounds) * 1e6,
         tok_per_s=statistics.median(result.num_tokens / result.seconds for result in results),
         req_per_s=statistics.median(result.num_requests / result.seconds for result in results),
-        ttft_p50_ms=statistics.median(times[len(times) // 2] for times in ttfts) * 1e3,
-        ttft_p99_ms=statistics.median(times[min(len(times) - 1, len(times) * 99 // 100)] for times in ttfts) * 1e3,
+        ttft_p50_ms=statistics.median(p50s),
+        ttft_p99_ms=statistics.median(p99s),
+        ttft_overhead_p50_ms=statistics.median(map(operator.sub, p50s, direct_p50s)),
+        ttft_overhead_p99_ms=statistics.median(map(operator.sub, p99s, direct_p99s)),
         events_per_token=statistics.median(result.num_events / result.num_tokens for result in results),
         rounds=len(rounds),
     )
+
+
+def _percentile_ms(result: LoadResult, percent: int) -> float:
+    times = sorted(result.ttft_s)
+    return times[min(len(times) - 1, len(times) * percent // 100)] * 1e3
 
 
 def costs_of(rows: list[Row]) -> list[Cost]:
@@ -248,6 +274,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
+def _no_router(model: Path, folder: Path) -> Iterator[Contestant]:
+    """A mock worker that the client asks itself."""
+    with _mock_servers(model, folder / "direct.log") as (servers, ports):
+        yield Contestant(NO_ROUTER, ports[1], servers.pid, servers)
+
+
+@contextlib.contextmanager
 def _twopool(model: Path, folder: Path, cpus: frozenset[int]) -> Iterator[Contestant]:
     command = [sys.executable, "-P", "-m", "twopool.scripts.cli", "router", "--model", str(model)]
     command += ["--served-model-name", "bench", "--port", "0", "--control-port", "0", "--log-level", "warning"]
@@ -264,14 +297,21 @@ def _twopool(model: Path, folder: Path, cpus: frozenset[int]) -> Iterator[Contes
 
 @contextlib.contextmanager
 def _sglang(python: Path, model: Path, folder: Path, cpus: frozenset[int]) -> Iterator[Contestant]:
-    module = "twopool.scripts.bench_router_peer"
-    with _process([sys.executable, "-P", "-m", module, "--model", str(model)], folder / "servers.log") as servers:
-        prefill, decode = (f"http://127.0.0.1:{port}" for port in json.loads(_line(servers)))
+    with _mock_servers(model, folder / "servers.log") as (servers, ports):
+        prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
         port, metrics_port = _free_ports(2)
         command = peer.router_command(python, port, metrics_port, prefill, decode)
         with _process(command, folder / "sglang.log", cpus) as router:
             _wait_ready(port, "/readiness", router)
             yield Contestant("sglang-router", port, router.pid, servers)
+
+
+@contextlib.contextmanager
+def _mock_servers(model: Path, log: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """The HTTP workers, and the ports of the prefill and the decode one."""
+    module = "twopool.scripts.bench_router_peer"
+    with _process([sys.executable, "-P", "-m", module, "--model", str(model)], log) as servers:
+        yield servers, json.loads(_line(servers))
 
 
 @contextlib.contextmanager
@@ -340,7 +380,8 @@ def _table(rows: list[Row]) -> Table:
     table = Table(title=f"Router alone on one core, medians of {rows[0].rounds} interleaved rounds")
     for name in ("router", "streams", "step ms", "tokens"):
         table.add_column(name, justify="left" if name == "router" else "right")
-    for name in ("CPU µs/token", "CPU µs/request", "tok/s", "req/s", "TTFT p50 ms", "p99 ms", "events/token"):
+    figures = ("CPU µs/token", "CPU µs/request", "tok/s", "req/s", "TTFT p50 ms", "p99 ms", "overhead p50", "p99 ms")
+    for name in (*figures, "events/token"):
         table.add_column(name, justify="right")
     for row in sorted(rows, key=lambda row: (-row.max_tokens, -row.step_ms, row.num_streams)):
         cells = [
@@ -351,7 +392,8 @@ def _table(rows: list[Row]) -> Table:
             f"{row.cpu_us_per_token:.1f}",
         ]
         cells += [f"{row.cpu_us_per_request:.0f}", f"{row.tok_per_s:.0f}", f"{row.req_per_s:.1f}"]
-        table.add_row(*cells, f"{row.ttft_p50_ms:.2f}", f"{row.ttft_p99_ms:.2f}", f"{row.events_per_token:.2f}")
+        times = (row.ttft_p50_ms, row.ttft_p99_ms, row.ttft_overhead_p50_ms, row.ttft_overhead_p99_ms)
+        table.add_row(*cells, *(f"{time_ms:.2f}" for time_ms in times), f"{row.events_per_token:.2f}")
     return table
 
 

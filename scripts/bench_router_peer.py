@@ -91,7 +91,8 @@ class MockServers:
 
 class _Stream:
     def __init__(self, body: dict[str, Any], created: int) -> None:
-        self.max_tokens = int(body["max_completion_tokens"])  # the router's own name for ``max_tokens``
+        # The router renames ``max_tokens``; a client that comes without one does not.
+        self.max_tokens = int(body.get("max_completion_tokens") or body["max_tokens"])
         self.index = 0
         head = {"id": "0" * 32, "object": "chat.completion.chunk", "created": created, "model": body["model"]}
         start = json.dumps(head, separators=(",", ":"))[:-1]

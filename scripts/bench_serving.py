@@ -6,8 +6,8 @@
 
 Requests come at a constant rate, as a Poisson process, or as a trace says (Mooncake's .jsonl, whose hash ids become
 shared prefixes, or Azure's .csv). Prompts are common words, about one token each; what the server counted is what the
-figures use. A request fails when it is refused, cut or late beyond --timeout-s; failed requests are in no percentile,
-and never good.
+figures use. A request fails when it is refused, cut, without a token or late beyond --timeout-s; failed requests are in
+no percentile, and never good. max_late_ms says how late this program itself was at worst.
 """
 
 import argparse

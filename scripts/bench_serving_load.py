@@ -1,7 +1,8 @@
 """Requests of a serving benchmark: when each is sent, what it asks, and what came of it.
 
 Open loop: requests leave at their times whatever becomes of those before, as users do. The client is plain asyncio and
-httptools: one connection a request, no pool to wait for.
+httptools: one connection a request, no pool to wait for. Bodies are made in a thread a few seconds before they leave:
+all those of a long trace would take tens of seconds and most of a gigabyte.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +25,9 @@ import msgspec
 
 MOONCAKE_BLOCK = 512
 """Tokens that one entry of a Mooncake trace's ``hash_ids`` stands for."""
+
+BUILD_AHEAD_S = 5.0
+"""How long before it leaves a request's body is made."""
 
 _TEXT = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which "
@@ -134,29 +139,63 @@ class Target:
 async def run_load(
     target: Target, planned: list[Planned], *, seed: int, on_done: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Send everything at its time; returns when all have ended, in the order of ``planned``."""
-    start_s = time.perf_counter()
+    """Send everything at its time; returns when all have ended, in the order of ``planned``.
 
-    async def one(index: int, item: Planned) -> Outcome:
-        body = target.body(prompt_text(item, seed * 1_000_003 + index), item.num_output)
-        await asyncio.sleep(max(0.0, start_s + item.at_s - time.perf_counter()))
-        outcome = Outcome(item.at_s, late_s=time.perf_counter() - start_s - item.at_s)
-        try:
-            async with asyncio.timeout(target.timeout_s):
-                await _exchange(target, body, outcome)
-        except TimeoutError:
-            outcome.error = "timeout"
-        except (OSError, ValueError, httptools.HttpParserError, msgspec.DecodeError) as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-        on_done(outcome)
-        return outcome
+    The time begins when the bodies of the first ``BUILD_AHEAD_S`` are made.
+    """
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, "bodies") as builder:
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(index, item)) for index, item in enumerate(planned)]
-    return [task.result() for task in tasks]
+        def built(index: int) -> "asyncio.Future[bytes]":
+            return loop.run_in_executor(builder, _body, target, planned[index], seed * 1_000_003 + index)
+
+        order = sorted(range(len(planned)), key=lambda index: planned[index].at_s)
+        first = {index: built(index) for index in order if planned[index].at_s < BUILD_AHEAD_S}
+        await asyncio.gather(*first.values())
+        start_s = time.perf_counter()
+        tasks: dict[int, asyncio.Task[Outcome]] = {}
+        async with asyncio.TaskGroup() as group:
+            for index in order:
+                item = planned[index]
+                body = first.pop(index, None)
+                if body is None:
+                    await _sleep_until(start_s + item.at_s - BUILD_AHEAD_S)
+                    body = built(index)
+                tasks[index] = group.create_task(_one(target, item, body, start_s, on_done))
+        return [tasks[index].result() for index in range(len(planned))]
 
 
-async def _exchange(target: Target, body: bytes, outcome: Outcome) -> None:
+async def _one(
+    target: Target, item: Planned, body: "asyncio.Future[bytes]", start_s: float, on_done: Callable[[Outcome], None]
+) -> Outcome:
+    bodies = [await body]
+    del body
+    await _sleep_until(start_s + item.at_s)
+    outcome = Outcome(item.at_s, late_s=time.perf_counter() - start_s - item.at_s)
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            await _exchange(target, bodies, outcome)
+    except TimeoutError:
+        outcome.error = "timeout"
+    except (OSError, ValueError, httptools.HttpParserError, msgspec.DecodeError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    on_done(outcome)
+    return outcome
+
+
+async def _sleep_until(when_s: float) -> None:
+    """``when_s`` is a ``time.perf_counter()`` stamp; returns at once when it is past."""
+    left_s = when_s - time.perf_counter()
+    if left_s > 0:
+        await asyncio.sleep(left_s)
+
+
+def _body(target: Target, item: Planned, seed: int) -> bytes:
+    return target.body(prompt_text(item, seed), item.num_output)
+
+
+async def _exchange(target: Target, bodies: list[bytes], outcome: Outcome) -> None:
+    """Takes the one body out of ``bodies``: requests that wait for long answers need not hold theirs."""
     url = urlsplit(target.base_url)
     tls = ssl.create_default_context() if url.scheme == "https" else None
     port = url.port or (443 if tls else 80)
@@ -165,7 +204,9 @@ async def _exchange(target: Target, body: bytes, outcome: Outcome) -> None:
     sent_s = time.perf_counter()
     reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls)
     try:
+        body = bodies.pop()
         writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        del body
         answer = _Answer(outcome, sent_s)
         parser = httptools.HttpResponseParser(answer)
         answer.parser = parser
@@ -209,6 +250,8 @@ class _Answer:
             outcome.error = f"status {status}: {self._rest[:200].decode(errors='replace')}"
         elif outcome.error is None and not (self._done or self.is_complete):
             outcome.error = "the stream was cut"
+        elif outcome.error is None and not self._num_events and not self._num_reported:
+            outcome.error = "an answer without a token"
         outcome.num_output = self._num_events if self._num_reported is None else self._num_reported
         if outcome.error is None:
             outcome.e2e_s = (self._last_s or time.perf_counter()) - self._sent_s

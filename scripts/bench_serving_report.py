@@ -106,6 +106,9 @@ def _values(outcome: Outcome, metric: str) -> list[float]:
 
 
 def _is_good(outcome: Outcome, slos: dict[str, float]) -> bool:
+    """Times that a short answer does not have keep no SLO from holding, but without text there was no first token."""
+    if "ttft_ms" in slos and outcome.ttft_s is None:
+        return False
     return all(value <= limit for metric, limit in slos.items() for value in _worst(outcome, metric))
 
 

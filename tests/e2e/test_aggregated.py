@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from twopool_testing.cluster import Cluster, running_cluster
+from twopool_testing.tiny_model import Reference
 
 pytestmark = pytest.mark.e2e
 
@@ -136,3 +137,14 @@ def test_answers_are_those_of_one_worker(pair: Cluster, alone: Cluster, path: st
         assert usages == ([ours["usage"]] if name == "usage" else [])
     for worker in pair.workers.values():
         assert '"level":"error"' not in json.dumps(worker.log_text()) and "ERROR" not in worker.log_text()
+
+
+def test_penalties_do_not_depend_on_what_is_cached(pair: Cluster, alone: Cluster, reference: Reference) -> None:
+    """API-21: cold, found whole and found in part, on two workers and on one, it is transformers' own processor's."""
+    ids = [(7 * index) % 23 + 40 for index in range(90)]
+    for prompt in (ids, ids[:64], [*ids[:50], 300, 301]):
+        expected, _ = reference.scored(prompt, 30, repetition_penalty=1.3)
+        assert expected != reference.greedy(prompt, 30), "the penalty changes nothing here"
+        for cluster in (pair, alone):
+            for _ in range(3):
+                assert cluster.token_ids(prompt, max_tokens=30, repetition_penalty=1.3) == expected

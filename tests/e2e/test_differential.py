@@ -1,11 +1,14 @@
 """Every request shape answers with the text that transformers, in this process, gives for it."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from twopool_testing.cluster import Cluster
 from twopool_testing.tiny_model import Reference
@@ -119,6 +122,82 @@ def test_stop_ids_and_lengths(pair: Cluster, expected: Expected, tokenizer: Toke
     for length in (1, 2, 7):
         choice = pair.complete(PROMPTS[1], max_tokens=length)["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (expected.text(PROMPTS[1], length), "length")
+
+
+class OutputPenalties(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's two penalties, as its documentation defines them: over the tokens drawn so far."""
+
+    def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
+        self._num_prompt = num_prompt
+        self._frequency = frequency
+        self._presence = presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids: [1, length], scores: [1, vocab_size]."""
+        counts = torch.bincount(input_ids[0, self._num_prompt :], minlength=scores.shape[1])
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+LOGIT_FIELDS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8},
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 1.2},
+    {"presence_penalty": -1.0, "frequency_penalty": -0.5},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"logit_bias": {"70": 6.5, "71": -100, "5": 4}},
+]
+
+
+@pytest.mark.parametrize("changes", LOGIT_FIELDS, ids=lambda changes: "+".join(changes) or "none")
+def test_what_changes_logits_and_the_logprobs_thereafter(
+    pair: Cluster, expected: Expected, reference: Reference, changes: dict[str, Any]
+) -> None:
+    """The tokens, and the log-probabilities of each and of its five best rivals, are those of transformers' logits."""
+    for prompt in (PROMPTS[0], "x x x x x x"):
+        ids = expected.encode(prompt)
+        processors = LogitsProcessorList()
+        processors.append(
+            OutputPenalties(len(ids), changes.get("frequency_penalty", 0), changes.get("presence_penalty", 0))
+        )
+        options: dict[str, Any] = {"repetition_penalty": changes.get("repetition_penalty", 1.0)}
+        if "logit_bias" in changes:
+            options["sequence_bias"] = {(int(token),): float(bias) for token, bias in changes["logit_bias"].items()}
+        tokens, rows = reference.scored(ids, TOKENS, logits_processor=processors, **options)
+        body = pair.complete(prompt, max_tokens=TOKENS, logprobs=5, return_token_ids=True, **changes)
+        choice = body["choices"][0]
+        assert choice["token_ids"] == tokens
+        told = choice["logprobs"]
+        assert told["token_logprobs"] == pytest.approx(rows[range(TOKENS), tokens].tolist(), abs=2e-3)
+        for best, row in zip(told["top_logprobs"], rows, strict=True):
+            assert sorted(best.values(), reverse=True) == pytest.approx(row.topk(5).values.tolist(), abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_draws_follow_the_distribution(
+    pair: Cluster, expected: Expected, reference: Reference, fields: dict[str, Any]
+) -> None:
+    """Frequencies of 1,024 first tokens, whose seeds are fixed, against transformers' probabilities."""
+    prompt, num_draws = PROMPTS[1], 1024
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **fields}
+    _, rows = reference.scored(expected.encode(prompt), 1, do_sample=True, **options)
+    probabilities = rows[0].exp()
+    drawn: Counter[int] = Counter()
+    for seed in range(num_draws // 128):
+        body = pair.complete(
+            prompt, n=128, max_tokens=1, seed=seed, return_token_ids=True, **{"temperature": 1.0} | fields
+        )
+        drawn.update(choice["token_ids"][0] for choice in body["choices"])
+    assert drawn.total() == num_draws and len(drawn) > 1
+    assert all(probabilities[token] > 0 for token in drawn)
+    for token, probability in enumerate(probabilities.tolist()):
+        deviation = (num_draws * probability * (1 - probability)) ** 0.5
+        assert abs(drawn[token] - num_draws * probability) <= 5 * deviation + 1, token
 
 
 def test_timings_and_fingerprint_of_a_real_pair(pair: Cluster) -> None:

@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from twopool_testing.cluster import Cluster, running_cluster
 from twopool_testing.tiny_model import Reference, build_tiny_llama
@@ -62,9 +63,10 @@ def cluster(padded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def alone(padded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One decode worker that prefills for itself."""
+    """One decode worker that prefills for itself; its calls begin with a brace and nothing else."""
     folder = tmp_path_factory.mktemp("alone")
-    cluster = Cluster(padded_model, folder, worker_flags=FLAGS, router_flags=("--min-prefill", "0"))
+    router_flags = ("--min-prefill", "0", "--tool-call-parser", "llama3_json")
+    cluster = Cluster(padded_model, folder, worker_flags=FLAGS, router_flags=router_flags)
     try:
         cluster.start(prefill=0, decode=1)
         yield cluster
@@ -208,6 +210,25 @@ def test_tool_calls(cluster: Cluster, choice: Any) -> None:
             assert 0 <= json.loads(arguments)["x"] <= 50
     if choice in ("required", NAMED):
         assert whole["finish_reason"] != "length"
+
+
+def test_strict_tools_bind_who_begins_to_call(cluster: Cluster, alone: Cluster) -> None:
+    """Under ``auto`` text is free; a model that is made to begin with a brace writes a whole call."""
+    tool = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}  # type: ignore[dict-item]
+    for seed, one in enumerate((cluster, alone, cluster, alone)):
+        fields = {"tools": [tool], "temperature": 1.0, "max_tokens": 30}
+        whole = chat(one, seed, **fields)
+        events = [e["choices"][0] for e in one.stream("/v1/chat/completions", chat_body(seed, **fields))]
+        assert whole["message"]["content"] and whole["finish_reason"] in ("length", "stop")
+        assert "".join(e["delta"].get("content") or "" for e in events) == whole["message"]["content"]
+    brace = Tokenizer.from_file(str(alone.model / "tokenizer.json")).token_to_id("{")
+    fields = {"tools": [tool], "logit_bias": {str(brace): 100}, "temperature": 0, "parallel_tool_calls": False}
+    called = chat(alone, 1, **fields)
+    assert called["finish_reason"] == "tool_calls"
+    [call] = called["message"]["tool_calls"]
+    assert call["function"]["name"] == "pick" and 0 <= json.loads(call["function"]["arguments"])["x"] <= 50
+    loose = {**fields, "tools": TOOLS, "max_tokens": 30}
+    assert "tool_calls" not in chat(alone, 1, **loose)["message"]
 
 
 def test_a_lost_decode_worker_leaves_the_grammar_whole(cluster: Cluster) -> None:

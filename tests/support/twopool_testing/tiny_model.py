@@ -83,6 +83,14 @@ class Reference:
 
     def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
         """The ``num_tokens`` greedy ids after ``prompt_ids``, EOS ignored."""
+        return self.scored(prompt_ids, num_tokens)[0]
+
+    def scored(self, prompt_ids: list[int], num_tokens: int, **options: Any) -> tuple[list[int], torch.Tensor]:
+        """``num_tokens`` ids after ``prompt_ids``, EOS ignored; greedy unless ``options`` of ``generate`` differ.
+
+        Also what each was chosen by, [num_tokens, vocab_size]: log-probabilities after all that ``options`` do to the
+        logits.
+        """
         ids = torch.tensor([prompt_ids])
         with torch.inference_mode():
             output = self._model.generate(
@@ -90,9 +98,11 @@ class Reference:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=num_tokens,
                 min_new_tokens=None,
-                do_sample=False,
                 eos_token_id=[],
                 pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **{"do_sample": False, **options},
             )
-        result: list[int] = output[0, len(prompt_ids) :].tolist()
-        return result
+        result: list[int] = output.sequences[0, len(prompt_ids) :].tolist()
+        return result, torch.cat(output.scores).log_softmax(dim=-1)

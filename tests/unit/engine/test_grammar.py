@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
-from twopool.engine.grammar import CACHED_GRAMMARS, GrammarEngine, MaskRow, RequestGrammar
+from twopool.engine import grammar as grammar_module
+from twopool.engine import grammar_cache
+from twopool.engine.grammar import GrammarEngine, MaskRow, RequestGrammar
 from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.ids import ChoiceIndex
 from twopool_testing.engine_harness import VOCAB_SIZE, Harness, params, prompt, request
@@ -109,9 +111,51 @@ def test_faults_are_told_in_words(grammars: GrammarEngine, tokenizer: Tokenizer,
 def test_grammars_are_compiled_once_and_kept_for_a_while(grammars: GrammarEngine) -> None:
     first = grammars.prepare(LETTERS)
     assert grammars.prepare(LETTERS) is first
-    for number in range(CACHED_GRAMMARS):
+    for number in range(grammar_cache.MAX_KEPT):
         grammars.prepare(LLMatcher.grammar_from_regex(f"a{number}")).result(30)
     assert grammars.prepare(LETTERS) is not first
+
+
+def test_grammars_that_may_be_large_are_kept_for_less_long(
+    grammars: GrammarEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts is the text's length and how many tokens went through it; the grammar in use always stays."""
+    monkeypatch.setattr(grammar_cache, "MAX_KEPT_BYTES", 1 << 20)
+    long_text = LLMatcher.grammar_from_regex("a" * 4000)
+    texts = [LETTERS, DIGITS, long_text]
+    before = [grammars.prepare(text) for text in texts]
+    assert [grammars.prepare(text) for text in texts] == before
+    state = started(grammars, DIGITS)
+    allowed(grammars, (state, ids_of(tokenizer, "0123456789")))
+    assert [grammars.prepare(text) for text in texts] == before  # 160 KiB more
+    for _ in range(5):
+        allowed(grammars, (started(grammars, DIGITS), ids_of(tokenizer, "0123456789")))
+    assert grammars.prepare(DIGITS) is before[1]
+    assert grammars.prepare(LETTERS) is not before[0]
+    assert grammars.prepare(long_text) is not before[2]
+    assert not state.is_complete(FIRST, ids_of(tokenizer, "0123456789"))  # who has it goes on with it
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_anew(
+    grammars: GrammarEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests of a grammar share its lexer's states: one that used them up must not fail those to come."""
+    limits = LLParserLimits(max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "grammar_limits", lambda: limits)
+    text = LLMatcher.grammar_from_regex("[a-z]{0,2000}!")
+    ids = ids_of(tokenizer, "abcdefgh" * 100)
+    for _ in range(2):
+        state = started(grammars, text)
+        assert ids[0] in allowed(grammars, (state, []))[0]
+        length = next((length for length in range(len(ids)) if not steps(grammars, state, ids[:length])), None)
+        assert length is not None and length > 10
+        assert state.error is not None and "too many states" in state.error
+
+
+def steps(grammars: GrammarEngine, state: RequestGrammar, ids: list[int]) -> bool:
+    """Whether the grammar goes on after ``ids``."""
+    allowed(grammars, (state, ids))
+    return state.error is None
 
 
 # --- in the engine ---------------------------------------------------------------------------------------------------

@@ -310,6 +310,15 @@ def test_byte_level_tokenizer(tmp_path: Path) -> None:
     assert settings["add_bos_token"] is False
 
 
+def test_a_template_for_tools_keeps_its_name(tmp_path: Path) -> None:
+    folder, _ = convert(tmp_path, edit=lambda values: values.update({"tokenizer.chat_template.tool_use": "T"}))
+    templates = read_json(folder / "tokenizer_config.json")["chat_template"]
+    assert {one["name"]: one["template"] for one in templates} == {
+        "default": "{{ messages[0]['content'] }}",
+        "tool_use": "T",
+    }
+
+
 @pytest.mark.parametrize(("pre", "stated", "added"), [("llama-bpe", None, True), ("llama-bpe", False, False)])
 def test_bos_is_added_as_the_file_or_its_kind_says(tmp_path: Path, pre: str, stated: bool | None, added: bool) -> None:
     def edit(values: dict[str, Any]) -> None:

@@ -1,11 +1,15 @@
 """What a scrape shows of workers, attempts and the queue."""
 
+from pathlib import Path
 from typing import get_args
 
+import pytest
 from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from twopool.protocol.messages import BlockCounts, Draining, Heartbeat, WorkerStats
 from twopool.router import worker_metrics
+from twopool.router.process_metrics import SharedMetrics
 from twopool.router.worker_metrics import ATTEMPT_OUTCOMES, DROP_REASONS, AttemptOutcome, DropReason
 from twopool_testing.mock_control import MockCluster
 
@@ -73,3 +77,23 @@ def test_the_routers_own_figures() -> None:
     assert cluster.metric("twopool_grant_wait_seconds_count") == 1
     decode.say(Draining(decode.epoch))
     assert cluster.metric("twopool_workers_ready", role="decode") == 0
+
+
+@pytest.mark.parametrize("name", ['a "quoted" one', "back\\slash", "line\nbreak", '{role="x"} 1', "\u00e9 \U0001f600"])
+async def test_label_values_are_escaped(name: str, tmp_path: Path) -> None:
+    """MET-04: the one text that comes from outside is a worker's name; it also survives the way through a page that
+    puts several processes together.
+    """
+    cluster = MockCluster()
+    worker = cluster.worker(name, "decode").register()
+    worker.say(Heartbeat(epoch=worker.epoch, stats=STATS))
+    pages = [generate_latest(cluster.metrics)]
+    pages.append(await SharedMetrics(cluster.metrics, tmp_path, 0, 1).page())
+    for page in pages:
+        named = {
+            (sample.labels["worker"], sample.value)
+            for family in text_string_to_metric_families(page.decode())
+            for sample in family.samples
+            if sample.name == "twopool_worker_running"
+        }
+        assert named == {(name, STATS.num_running)}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.grammar import grammar_limits
@@ -14,8 +15,9 @@ from twopool.router.message_parser import MessageOptions, MessageParser, message
 from twopool.router.model_info import ModelInfo
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat
 from twopool.router.schema import ChatBody, ResponseFormat
-from twopool.router.tool_formats import TOOL_FORMATS, ToolFormat
+from twopool.router.tool_formats import MARKERS, TOOL_FORMATS, ToolFormat
 from twopool.router.tools import tool_use
+from twopool_testing.tiny_tokenizers import byte_level_tokenizer
 
 LIMITS = RequestLimits(
     served_names=("tiny",), max_model_len=512, vocab_size=330, timeout_s=9.0, arrived_s=1.0, tenant=b""
@@ -209,6 +211,7 @@ def test_refusals_name_the_field(tiny_model: ModelInfo, fields: dict[str, Any], 
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools[0].function.strict"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters.type",
@@ -259,6 +262,82 @@ def test_forced_calls_are_what_the_parser_reads(
         ]
         stop = text.replace('{"name": "a", "age": 1}', "{}").replace('"add"', '"stop"')
         assert judge.accepts(grammar, stop) == (choice == "required")
+
+
+def strict_tools(*strict: bool | None) -> list[dict[str, Any]]:
+    """``TOOLS`` with their ``strict``."""
+    return [
+        {"type": "function", "function": {**tool["function"], "strict": value}}  # type: ignore[dict-item]
+        for tool, value in zip(TOOLS, strict, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_strict_tools_bind_a_model_that_may_call(tiny_model: ModelInfo, judge: Judge, tool_format: ToolFormat) -> None:
+    """Any text, but what begins as a call is one, with arguments of the schema."""
+    tools = tool_use(strict_tools(True, None), "auto", None)
+    around = Surroundings("none", tool_format, tools, tiny_model.tokenizer.token_id)
+    grammar = output_grammar(ChatBody(messages=[]), around)
+    assert grammar is not None
+    call = CALLS[tool_format]
+    before = "" if tool_format == "llama3_json" else 'Let me <see> [it] {"a": "<tool_cal'
+    for text in ("", "no call", "a {\n[TOOL", 'so: {"name": "add"}', call, before + call):
+        assert judge.accepts(grammar, text), text
+    for wrong in (call.replace('"age": 1', '"age": "x"'), call.replace('"add"', '"nope"'), call[:-1], call[:20]):
+        assert not judge.accepts(grammar, wrong), wrong
+        assert not judge.accepts(grammar, before + wrong), wrong
+    parser = MessageParser(MessageOptions("none", tool_format, tools))
+    message = message_json([parser.push(before + call), parser.finish()])
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"name": "a", "age": 1}'}
+    loose = call.replace('{"name": "a", "age": 1}', '{"any": [1]}').replace('"add"', '"stop"')
+    assert judge.accepts(grammar, loose)  # not a strict one
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("tool_format", ["hermes", "mistral"])
+@pytest.mark.parametrize("strict", [True, None])
+def test_marks_that_are_tokens(special: bool, tool_format: ToolFormat, strict: bool | None) -> None:
+    """Qwen's are text in one token, Mistral's are special ones; followed by masks, as workers do."""
+    tokenizer = byte_level_tokenizer()
+    marks = [AddedToken(text, special=special, normalized=False) for text in MARKERS[tool_format][:2]]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(marks[: 2 if tool_format == "hermes" else 1])
+    llguidance = LLTokenizer(tokenizer.to_str())
+    tools = tool_use(strict_tools(strict, strict), "auto" if strict else "required", None)
+    grammar = output_grammar(ChatBody(messages=[]), Surroundings("none", tool_format, tools, tokenizer.token_to_id))
+    assert grammar is not None
+
+    def accepts(text: str) -> bool:
+        matcher = LLMatcher(llguidance, grammar, log_level=0, limits=grammar_limits())
+        for token in tokenizer.encode(text, add_special_tokens=False).ids:
+            if not matcher.compute_bitmask()[token // 8] >> token % 8 & 1:
+                return False
+            assert matcher.consume_token(token)
+        return matcher.is_accepting()
+
+    call = CALLS[tool_format]
+    assert accepts(call)
+    assert accepts("well " + call) == accepts("well") == bool(strict)
+    assert not accepts(call.replace('"age": 1', '"age": "x"'))
+    assert not accepts("well" + call[:13])
+
+
+def test_strict_decides_how_closely_schemas_are_followed(tiny_model: ModelInfo, judge: Judge) -> None:
+    unusual = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+    def fields(strict: Any, choice: str) -> dict[str, Any]:
+        function = {"name": "f", "parameters": unusual, "strict": strict}
+        return {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+
+    for strict, choice in ((None, "required"), (True, "required"), (True, "auto")):
+        with pytest.raises(InvalidRequestError) as caught:
+            chat(tiny_model, **fields(strict, choice))
+        assert caught.value.param == "tools[0].function.parameters"
+    grammar = grammar_of(tiny_model, **fields(False, "required"))
+    assert judge.accepts(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": [1, 1]}}\n</tool_call>')
+    assert not judge.accepts(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    for strict in (False, None):
+        request = chat(tiny_model, **fields(strict, "auto")).prompts[0].request
+        assert request is not None and request.sampling.grammar is None
 
 
 def test_several_calls_only_where_wanted(tiny_model: ModelInfo, judge: Judge) -> None:

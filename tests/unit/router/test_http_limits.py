@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -277,8 +278,18 @@ async def test_no_client_can_make_a_time_series(server: RunningServer) -> None:
         return len((await server.client.get("/metrics")).text.splitlines())
 
     before = await num_series()
-    for i in range(50):
-        await server.chat(model=f"model-{i}" * 100)
+    for i in range(500):
+        await server.chat(model=f"model-{i}" * 10)
         await server.client.get(f"/path-{i}")
+        await server.client.get(f"/v1/models/name-{i}")
         await server.client.request(f"M{i}", "/health")
+    for name in ("x" * 10_000, 'quote" and \\ and \n', "\U0001f600" * 2500):
+        assert (await server.chat(model=name)).status_code == 404
+        assert (await server.post("/v1/completions", {"model": name, "prompt": "a"})).status_code == 404
     assert await num_series() == before
+    times_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        await num_series()
+        times_s.append(time.perf_counter() - began_s)
+    assert min(times_s) < 0.1

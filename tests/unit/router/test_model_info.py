@@ -77,18 +77,42 @@ def test_special_tokens_as_objects_and_tokens_missing_from_the_tokenizer(tmp_pat
 
 
 def test_template_sources_in_order(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    """Requests with tools take ``tool_use`` where there is one; both are what transformers takes."""
+    from transformers import AutoTokenizer
+
+    named = [{"name": "tool_use", "template": "T{{ tools[0].type }}"}, {"name": "default", "template": "D"}]
     folder = write_model_folder(tmp_path, byte_level_tokenizer(), tokenizer_config={"chat_template": named})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": "x"}]
 
-    def rendered() -> str:
+    def rendered() -> tuple[str, str]:
         template = load_model_info(folder).chat_template
-        return "" if template is None else template.render([])
+        assert template is not None
+        texts = (template.render(messages), template.render(messages, tools=tools))
+        reference = AutoTokenizer.from_pretrained(folder)
+        assert texts[0] == reference.apply_chat_template(messages, tokenize=False)
+        assert texts[1] == reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        return texts
 
-    assert rendered() == "D"
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
-    assert rendered() == "J"
+    assert rendered() == ("D", "Tfunction")
     (folder / "chat_template.jinja").write_text("F")
-    assert rendered() == "F"
+    assert rendered() == ("F", "F")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("A")
+    assert rendered() == ("F", "A")
+
+
+def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, byte_level_tokenizer(), tokenizer_config={"chat_template": "C"})
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
+    template = load_model_info(folder).chat_template
+    assert template is not None and template.render([]) == "J"
+
+
+def test_the_format_of_calls_is_that_of_the_template_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "[TOOL_CALLS]"}, {"name": "default", "template": "D"}]
+    folder = write_model_folder(tmp_path, byte_level_tokenizer(), tokenizer_config={"chat_template": named})
+    assert load_model_info(folder).tool_format == "mistral"
 
 
 def test_no_template(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ import gzip
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from twopool.scripts import bench_serving, bench_serving_report
+from twopool.scripts import bench_serving, bench_serving_load, bench_serving_report
 from twopool.scripts.bench_serving_load import (
     Outcome,
     Planned,
@@ -40,9 +41,13 @@ class _Stub(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
         self.end_headers()
-        for index in range(body["max_tokens"]):
+        for index in range(0 if body["model"] == "silent" else body["max_tokens"]):
             self._event({"choices": [{"index": 0, "delta": {"content": f"t{index}"}}]})
         if body["model"] == "cut":
+            self.close_connection = True
+            return
+        if body["model"] == "silent":
+            self.wfile.write(b"data: [DONE]\n\n")
             self.close_connection = True
             return
         words = len(body["messages"][0]["content"].split())
@@ -118,6 +123,35 @@ def test_figures_of_known_outcomes() -> None:
     assert bench_serving_report.percentile([], 50) != bench_serving_report.percentile([], 50)
 
 
+def test_tokens_without_text_meet_no_ttft_slo() -> None:
+    """The server counted a token, but there was nothing to read: a good answer only for who asks for no first token."""
+    bare = Outcome(0, e2e_s=0.5, num_input=10, num_output=1)
+    for slos, num_good in (({"e2e_ms": 600.0}, 1), ({"itl_ms": 1.0}, 1), ({"ttft_ms": 1e9}, 0)):
+        assert bench_serving_report.report([bare], seconds=1.0, slos=slos, setting={})["num_good"] == num_good
+
+
+async def test_bodies_are_made_while_requests_run(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making all of them takes a second here; the first request leaves at once, the last is made when it is due."""
+    monkeypatch.setattr(bench_serving_load, "BUILD_AHEAD_S", 0.2)
+    made_s: list[float] = []
+    sent: list[Outcome] = []
+
+    def slow_text(planned: Planned, seed: int) -> str:
+        time.sleep(0.025)
+        made_s.append(time.perf_counter())
+        return "word " * planned.num_input
+
+    monkeypatch.setattr(bench_serving_load, "prompt_text", slow_text)
+    planned = [Planned(0.05 * index, 5, 2) for index in reversed(range(40))]
+    target = Target(stub, "stub", True, None, 20.0, {})
+    outcomes = await run_load(target, planned, seed=0, on_done=sent.append)
+    assert [outcome.at_s for outcome in outcomes] == [item.at_s for item in planned]
+    assert [outcome.error for outcome in outcomes] == [None] * 40
+    assert max(outcome.late_s for outcome in outcomes) < 0.5
+    assert sent[0].at_s < 0.5
+    assert made_s[-1] - made_s[0] > 0.05 * 39 - 0.5  # all at once, they are made within the first second
+
+
 def test_the_command_against_another_server(stub: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command: load, table, JSON, picture, comparison of two files."""
     files = [tmp_path / "one.json", tmp_path / "two.json"]
@@ -130,13 +164,12 @@ def test_the_command_against_another_server(stub: str, tmp_path: Path, capsys: p
     assert {request["num_output"] for request in result["requests"]} == {4}
     assert {request["num_input"] for request in result["requests"]} == {20}
     picture = tmp_path / "both.png"
-    pytest.importorskip("matplotlib")
     assert bench_serving.main(["compare", *map(str, files), "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "two" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("model", "reason"), [("refuse", "429"), ("cut", "cut")])
+@pytest.mark.parametrize(("model", "reason"), [("refuse", "429"), ("cut", "cut"), ("silent", "without a token")])
 def test_refused_and_cut_answers_fail(stub: str, model: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-requests", "2", "--rate", "inf", "--output-tokens", "3"]
     assert bench_serving.main(["run", "--base-url", stub, "--model", model, *flags]) == 1
