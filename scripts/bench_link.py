@@ -17,9 +17,7 @@ from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, Fetc
 from twopool.protocol.errors import ConfigError
 from twopool.protocol.geometry import KvGeometry
 from twopool.scripts.bench_pools import (
-    KIB,
     TIMEOUT_S,
-    Row,
     make_copy,
     make_geometry,
     make_pool,
@@ -28,6 +26,7 @@ from twopool.scripts.bench_pools import (
     other_process,
     tell,
 )
+from twopool.scripts.bench_rows import KIB, Row, make_row
 
 # --- pair
 
@@ -152,18 +151,17 @@ async def load(args: argparse.Namespace) -> list[Row]:
             wall, copied = statistics.median(walls), statistics.median(copies)
             num_bytes = number * blocks * geometry.block_bytes
             rows.append(
-                {
-                    "op": f"{number} requests",
-                    "block_bytes": geometry.block_bytes,
-                    "num_blocks": blocks,
-                    "scattered": True,
-                    "seconds": wall,
-                    "slowest_seconds": statistics.median(slowest),
-                    "posts_a_request": statistics.median(posts) / number,
-                    "gb_per_s": num_bytes / wall / 1e9,
-                    "memcpy_gb_per_s": num_bytes / copied / 1e9,
-                    "ratio": copied / wall,
-                }
+                make_row(
+                    f"{number} requests",
+                    block_bytes=geometry.block_bytes,
+                    num_blocks=blocks,
+                    scattered=True,
+                    seconds=wall,
+                    num_bytes=num_bytes,
+                    copy_seconds=copied,
+                    slowest_seconds=statistics.median(slowest),
+                    posts_a_request=statistics.median(posts) / number,
+                )
             )
         await transport.close()
     return rows
@@ -171,11 +169,15 @@ async def load(args: argparse.Namespace) -> list[Row]:
 
 # --- setup
 
+_SETUP_BLOCKS = 1024
+
 
 async def setup(args: argparse.Namespace) -> list[Row]:
-    geometry = make_geometry(64 * KIB, 1024)
+    """What connecting costs, what the first READ, and what a pair that does nothing."""
+    geometry = make_geometry(64 * KIB, _SETUP_BLOCKS)
     rounds = 3 if args.quick else 9
     seconds: dict[str, list[float]] = {}
+    reads = ("first READ of 64 MiB", "next READ of 64 MiB")
 
     def note(op: str, start: float) -> None:
         seconds.setdefault(op, []).append(time.perf_counter() - start)
@@ -183,6 +185,8 @@ async def setup(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     async with other_process(args, [geometry]) as (process, (peer,)):
         transport: KvTransport | None = None
+        source, target = (make_pool(geometry.pool_bytes, torch.device("cpu")).numpy() for _ in range(2))
+        num_bytes = _SETUP_BLOCKS * geometry.block_bytes
         for index in range(rounds):
             if transport is not None:
                 await transport.close()
@@ -192,16 +196,26 @@ async def setup(args: argparse.Namespace) -> list[Row]:
             start = time.perf_counter()
             link = await transport.connect(peer, timeout_s=TIMEOUT_S)
             note("connect, canary included", start)
-            ids = np.arange(1024, dtype=np.int32)
-            for op in ("first READ of 64 MiB", "next READ of 64 MiB"):
+            ids = np.arange(_SETUP_BLOCKS, dtype=np.int32)
+            for op in reads:
                 start = time.perf_counter()
                 await transport.fetch(link, make_request(ids, ids), timeout_s=TIMEOUT_S).wait()
                 note(op, start)
+                start = time.perf_counter()
+                np.copyto(target[:num_bytes], source[:num_bytes])
+                note(f"copy of the {op}", start)
             transport.disconnect(link)
             start = time.perf_counter()
             link = await transport.connect(peer, timeout_s=TIMEOUT_S)
             note("reconnect, canary included", start)
-        rows += [{"op": op, "seconds": statistics.median(values)} for op, values in seconds.items()]
+        medians = {op: statistics.median(values) for op, values in seconds.items()}
+        moved = {"num_blocks": _SETUP_BLOCKS, "block_bytes": geometry.block_bytes, "scattered": False}
+        for op in ("create transport", "connect, canary included", *reads, "reconnect, canary included"):
+            if op in reads:
+                copied = medians[f"copy of the {op}"]
+                rows.append(make_row(op, **moved, seconds=medians[op], num_bytes=num_bytes, copy_seconds=copied))
+            else:
+                rows.append(make_row(op, seconds=medians[op]))
         rows += await _idle_rows(process, 2.0 if args.quick else 5.0)
         if transport is not None:
             await transport.close()
@@ -219,9 +233,9 @@ async def _idle_rows(process: subprocess.Popen[str], duration_s: float) -> list[
         await asyncio.sleep(duration_s)
         elapsed = time.perf_counter() - start
         source_s, reader_s = _cpu_s(source) - before[0], time.process_time() - before[1]
-        rows.append({"op": f"source, {state}", "cpu_share": source_s / elapsed})
+        rows.append(make_row(f"source, {state}", cpu_share=source_s / elapsed))
         if state == "expect none":
-            rows.append({"op": "idle reader", "cpu_share": reader_s / elapsed})
+            rows.append(make_row("idle reader", cpu_share=reader_s / elapsed))
     return rows
 
 

@@ -21,11 +21,10 @@ from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId, new_epoch
 from twopool.protocol.messages import PeerIdentity
+from twopool.scripts.bench_link_flags import link_flags, maps_same_host
 
-KIB, MIB = 1024, 1024 * 1024
 TOKENS = 16
 TIMEOUT_S = 60.0
-Row = dict[str, Any]
 
 
 async def offer(args: argparse.Namespace) -> None:
@@ -51,10 +50,7 @@ async def other_process(
     args: argparse.Namespace, geometries: list[KvGeometry]
 ) -> AsyncIterator[tuple[subprocess.Popen[str], list[PeerIdentity]]]:
     command = [sys.executable, "-m", "twopool.scripts.bench_transfer", "source"]
-    command += ["--nixl-backend", args.nixl_backend, "--geometries", msgspec.json.encode(geometries).decode()]
-    command += ["--kv-same-host", args.kv_same_host]
-    if args.ucx_tls is not None:
-        command += ["--ucx-tls", args.ucx_tls]
+    command += [*link_flags(args), "--geometries", msgspec.json.encode(geometries).decode()]
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop yet
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -123,11 +119,6 @@ def make_transport(
         worker_id=WorkerId(name), role="prefill", epoch=epoch, transport="nixl", ranks=transport.describe()
     )
     return transport, identity
-
-
-def maps_same_host(args: argparse.Namespace) -> bool:
-    """As ``WorkerConfig`` says."""
-    return bool(args.kv_same_host == "map" and args.ucx_tls is None)
 
 
 def make_pool(num_bytes: int, device: torch.device, *, shared: bool = False) -> torch.Tensor:

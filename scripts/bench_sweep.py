@@ -18,16 +18,14 @@ from twopool.protocol.endpoints import parse_tcp_address
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.messages import PeerIdentity
 from twopool.scripts.bench_pools import (
-    KIB,
-    MIB,
     TIMEOUT_S,
-    Row,
     make_copy,
     make_geometry,
     make_request,
     make_transport,
     other_process,
 )
+from twopool.scripts.bench_rows import KIB, MIB, Row, make_row
 from twopool.scripts.bench_socket import socket_peer
 
 Receive = Callable[[int], None]
@@ -84,18 +82,17 @@ async def _sweep_size(
             seconds = statistics.median(report.transfer_s for report in reports)
             copy_seconds, *socket_seconds = map(statistics.median, elapsed)
             rows.append(
-                {
-                    "op": "read",
-                    "block_bytes": geometry.block_bytes,
-                    "num_blocks": count,
-                    "scattered": scattered,
-                    "num_posts": reports[0].num_posts,
-                    "seconds": seconds,
-                    "call_seconds": statistics.median(calls),
-                    "gb_per_s": num_bytes / seconds / 1e9,
-                    "memcpy_gb_per_s": num_bytes / copy_seconds / 1e9,
-                    "ratio": copy_seconds / seconds,
-                }
+                make_row(
+                    "read",
+                    block_bytes=geometry.block_bytes,
+                    num_blocks=count,
+                    scattered=scattered,
+                    seconds=seconds,
+                    num_bytes=num_bytes,
+                    copy_seconds=copy_seconds,
+                    num_posts=reports[0].num_posts,
+                    call_seconds=statistics.median(calls),
+                )
             )
             if socket_seconds:
                 rows[-1]["socket_gb_per_s"] = num_bytes / socket_seconds[0] / 1e9

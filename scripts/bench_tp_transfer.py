@@ -35,6 +35,7 @@ from twopool.protocol.config import PrefillConfig
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.messages import PeerIdentity
+from twopool.scripts.bench_link_flags import add_link_flags
 from twopool.scripts.bench_pools import TIMEOUT_S, make_transport, other_process
 
 Pair = tuple[int, int]
@@ -118,9 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens read at a time")
     parser.add_argument("--layer-groups", type=int, default=1, help="READs a prompt's layers are split into")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
-    parser.add_argument("--nixl-backend", default="UCX", help="NIXL plugin")
-    parser.add_argument("--ucx-tls", help="UCX_TLS of both processes (default: UCX chooses)")
-    parser.add_argument("--kv-same-host", choices=("map", "nixl"), default="map", help="as the worker's flag")
+    add_link_flags(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 

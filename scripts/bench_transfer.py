@@ -21,18 +21,17 @@ import sys
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts import bench_handover
 from twopool.scripts.bench_link import load, pair, setup
-from twopool.scripts.bench_pools import KIB, Row, maps_same_host, offer
+from twopool.scripts.bench_link_flags import add_link_flags, maps_same_host
+from twopool.scripts.bench_pools import offer
+from twopool.scripts.bench_rows import Row, make_table, plot
 from twopool.scripts.bench_sweep import connect, serve, sweep
 
 
@@ -50,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     except TwopoolError as error:
         print(f"bench_transfer: {error.message}", file=sys.stderr)
         return 1
-    console.print(_table(rows))
+    console.print(make_table(rows))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot is not None:
         try:
-            _plot(rows, args.plot)
+            plot(rows, args.plot)
         except ImportError:
             print("bench_transfer: --plot needs matplotlib: pip install 'twopool[bench]'", file=sys.stderr)
             return 1
@@ -69,18 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join((*_COMMANDS, "serve")))
     for name in (*_COMMANDS, "serve", "source"):
         command = commands.add_parser(name)
-        command.add_argument("--nixl-backend", default="UCX", help="NIXL plugin (default: UCX)")
-        command.add_argument("--ucx-tls", help="UCX_TLS of both processes (default: UCX chooses)")
-        command.add_argument(
-            "--kv-same-host",
-            choices=("map", "nixl"),
-            default="map",
-            help="one host: copy from the mapped pool (map, not with --ucx-tls) or leave it to NIXL (default: map)",
-        )
+        add_link_flags(command)
         if name == "source":
             command.add_argument("--geometries", required=True)
             continue
-        command.add_argument("--device", default="cpu", help="memory of this process's pools: cpu, cuda, cuda:N")
+        if name != "handover":
+            command.add_argument("--device", default="cpu", help="memory of this process's pools: cpu, cuda, cuda:N")
         if name in ("serve", "connect"):
             command.add_argument("--address", required=True, metavar="HOST:PORT", help="where `serve` listens")
         if name == "pair":
@@ -104,60 +97,6 @@ def _print_settings(console: Console, args: argparse.Namespace) -> None:
     shown = " ".join(f"{name}={value}" for name, value in settings.items()) or "default UCX settings"
     same_host = "mapped" if maps_same_host(args) else "by NIXL"
     console.print(f"nixl {version('nixl')}, backend {args.nixl_backend}, {shown}; pools of this host: {same_host}")
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    for name in columns:
-        table.add_column(name, justify="left" if name == "op" else "right")
-    for row in rows:
-        table.add_row(*(_shown(name, row.get(name)) for name in columns))
-    return table
-
-
-def _shown(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name.endswith("seconds"):
-        return f"{value * 1e6:,.0f} µs"
-    if name == "block_bytes":
-        return f"{value / KIB:g} KiB"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-# --- plot
-
-
-def _plot(rows: list[Row], file: Path) -> None:
-    """GB/s of every row that has it, next to memcpy's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn = [row for row in rows if "gb_per_s" in row]
-    names = [_row_name(row) for row in drawn]
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.35 * len(drawn)))
-    places = np.arange(len(drawn))
-    axes.barh(places, [row["gb_per_s"] for row in drawn], height=0.4, label="READ")
-    copies = [row.get("memcpy_gb_per_s", 0.0) for row in drawn]
-    if any(copies):
-        axes.barh(places + 0.4, copies, height=0.4, label="memcpy, one thread")
-    axes.set_yticks(places + 0.2, names)
-    axes.invert_yaxis()
-    axes.set_xlabel("GB/s")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
-
-
-def _row_name(row: Row) -> str:
-    if row["op"] != "read":
-        return str(row["op"])
-    scattered = ", scattered" if row["scattered"] else ""
-    return f"{row['num_blocks']} x {row['block_bytes'] / KIB:g} KiB{scattered}"
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], Coroutine[None, None, list[Row]]]] = {

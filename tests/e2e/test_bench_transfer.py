@@ -38,7 +38,27 @@ def test_rows(command: str, tmp_path: Path) -> None:
             assert row["call_seconds"] > 0
     else:
         assert {"create transport", "connect, canary included", "idle reader"} <= {row["op"] for row in rows}
-        assert all(row["seconds"] > 0 for row in rows if "seconds" in row)
+        for row in rows:
+            assert set(row) >= COLUMNS
+            assert (row["gb_per_s"] is not None and row["ratio"] > 0) == ("READ" in row["op"])
+            assert (row["seconds"] is None) == ("cpu_share" in row)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_handover(tiny_model: Path, tmp_path: Path) -> None:
+    """Real workers, over the path that the flags name."""
+    file = tmp_path / "rows.json"
+    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "handover", "--quick", "--json", str(file)]
+    run += ["--model", str(tiny_model), "--num-tokens", "100", "--ucx-tls", "tcp", "--device", "cpu"]
+    run += ["--worker-flag", "block-size=32", "--worker-flag", "kv-cache-memory=16777216"]
+    finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
+    assert finished.returncode == 0, finished.stderr
+    (row,) = json.loads(file.read_text())
+    assert set(row) >= COLUMNS and row["num_blocks"] == 4 and row["scattered"] is None
+    assert row["bytes"] == row["num_blocks"] * row["block_bytes"] > 0
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+    assert row["num_posts"] >= 1 and row["exposed_seconds"] > 0 and row["first_to_second_seconds"] > 0
 
 
 @pytest.mark.e2e
