@@ -209,11 +209,20 @@ async def setup(args: argparse.Namespace) -> list[Row]:
             link = await transport.connect(peer, timeout_s=TIMEOUT_S)
             note("reconnect, canary included", start)
         medians = {op: statistics.median(values) for op, values in seconds.items()}
-        moved = {"num_blocks": _SETUP_BLOCKS, "block_bytes": geometry.block_bytes, "scattered": False}
         for op in ("create transport", "connect, canary included", *reads, "reconnect, canary included"):
             if op in reads:
                 copied = medians[f"copy of the {op}"]
-                rows.append(make_row(op, **moved, seconds=medians[op], num_bytes=num_bytes, copy_seconds=copied))
+                rows.append(
+                    make_row(
+                        op,
+                        block_bytes=geometry.block_bytes,
+                        num_blocks=_SETUP_BLOCKS,
+                        scattered=False,
+                        seconds=medians[op],
+                        num_bytes=num_bytes,
+                        copy_seconds=copied,
+                    )
+                )
             else:
                 rows.append(make_row(op, seconds=medians[op]))
         rows += await _idle_rows(process, 2.0 if args.quick else 5.0)

@@ -1,18 +1,25 @@
 """The flags of the transfer benchmarks that say what is underneath: the worker's own, by their names."""
 
 import argparse
+import os
+from importlib.metadata import version
 
+from twopool.kv_transfer.ucx import in_words
 from twopool.protocol.config import WorkerConfig
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nixl-backend", default=WorkerConfig.nixl_backend, help="NIXL plugin (default: UCX)")
-    parser.add_argument("--ucx-tls", help="UCX_TLS of all processes (default: UCX chooses)")
+    parser.add_argument("--ucx-tls", help="UCX_TLS of all processes (default: the environment's, or UCX chooses)")
+    parser.add_argument(
+        "--ucx", action="append", default=[], metavar="NAME=VALUE", help="another setting of UCX, repeatable"
+    )
     parser.add_argument(
         "--kv-same-host",
         choices=("map", "nixl"),
         default=WorkerConfig.kv_same_host,
-        help="one host: copy from the mapped pool (map, not with --ucx-tls) or leave it to NIXL (default: map)",
+        help="one host: copy from the mapped pool (map, not where UCX_TLS is set or another backend) or leave it to "
+        "NIXL (default: map)",
     )
 
 
@@ -21,10 +28,20 @@ def link_flags(args: argparse.Namespace) -> list[str]:
     flags = [f"--nixl-backend={args.nixl_backend}", f"--kv-same-host={args.kv_same_host}"]
     if args.ucx_tls is not None:
         flags.append(f"--ucx-tls={args.ucx_tls}")
-    return flags
+    return flags + [f"--ucx={setting}" for setting in args.ucx]
 
 
-def maps_same_host(args: argparse.Namespace) -> bool:
-    """As a worker with these flags would."""
-    config = WorkerConfig(nixl_backend=args.nixl_backend, ucx_tls=args.ucx_tls, kv_same_host=args.kv_same_host)
-    return config.maps_same_host
+def link_config(args: argparse.Namespace) -> WorkerConfig:
+    """What a worker with these flags would do in this environment; raises ``ConfigError``."""
+    config = WorkerConfig(
+        nixl_backend=args.nixl_backend, ucx_tls=args.ucx_tls, ucx=tuple(args.ucx), kv_same_host=args.kv_same_host
+    )
+    return config.with_environment(os.environ)
+
+
+def link_in_words(args: argparse.Namespace) -> str:
+    """What READs go through, with every setting of UCX and NIXL that is in force."""
+    config = link_config(args)
+    same_host = "mapped, whatever UCX is told" if config.maps_same_host else "by NIXL"
+    words = in_words(config.ucx_settings, os.environ)
+    return f"nixl {version('nixl')}, backend {config.nixl_backend}; {words}; pools of this host: {same_host}"

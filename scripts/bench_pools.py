@@ -21,7 +21,7 @@ from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId, new_epoch
 from twopool.protocol.messages import PeerIdentity
-from twopool.scripts.bench_link_flags import link_flags, maps_same_host
+from twopool.scripts.bench_link_flags import link_config, link_flags
 
 TOKENS = 16
 TIMEOUT_S = 60.0
@@ -103,15 +103,16 @@ def make_transport(
     device = torch.device(getattr(args, "device", "cpu"))
     if device.type != "cpu":
         geometry = replace(geometry, memory="device", device_index=device.index or 0)
+    config = link_config(args)
     transport = create_transport(
         "nixl",
-        pool=make_pool(geometry.pool_bytes, device, shared=maps_same_host(args)),
+        pool=make_pool(geometry.pool_bytes, device, shared=config.maps_same_host),
         geometry=geometry,
         epoch=epoch,
         agent_name=name,
-        backend=args.nixl_backend,
-        ucx_tls=args.ucx_tls,
-        map_same_host=maps_same_host(args),
+        backend=config.nixl_backend,
+        ucx=config.ucx_settings,
+        map_same_host=config.maps_same_host,
         convert_dtype=True,
         loop=asyncio.get_running_loop(),
     )

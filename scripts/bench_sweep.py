@@ -17,6 +17,7 @@ from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.endpoints import parse_tcp_address
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.messages import PeerIdentity
+from twopool.scripts.bench_link_flags import link_config
 from twopool.scripts.bench_pools import (
     TIMEOUT_S,
     make_copy,
@@ -47,7 +48,8 @@ async def sweep(args: argparse.Namespace) -> list[Row]:
     async with other_process(args, geometries) as (process, identities):
         with contextlib.ExitStack() as stack:
             receive: Receive | None = None
-            if args.ucx_tls == "tcp":  # then what a plain socket reaches is the limit to compare with
+            # Over TCP, what a plain socket reaches is the limit to compare with.
+            if link_config(args).ucx_settings.get("UCX_TLS") == "tcp":
                 landing = allocate_host_pool(_totals(args)[-1]).numpy()
                 receive = stack.enter_context(socket_peer(landing, os.sched_getaffinity(process.pid)))
             for geometry, identity in zip(geometries, identities, strict=True):

@@ -16,10 +16,8 @@ transfer thread.
 import argparse
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Callable, Coroutine
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -29,7 +27,7 @@ from rich.console import Console
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts import bench_handover
 from twopool.scripts.bench_link import load, pair, setup
-from twopool.scripts.bench_link_flags import add_link_flags, maps_same_host
+from twopool.scripts.bench_link_flags import add_link_flags, link_in_words
 from twopool.scripts.bench_pools import offer
 from twopool.scripts.bench_rows import Row, make_table, plot
 from twopool.scripts.bench_sweep import connect, serve, sweep
@@ -44,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
                 runner.run(offer(args) if args.command == "source" else serve(args))
                 return 0
             console = Console(width=None if sys.stdout.isatty() else 140)
-            _print_settings(console, args)
+            console.print(link_in_words(args))
             rows = runner.run(_COMMANDS[args.command](args))
     except TwopoolError as error:
         print(f"bench_transfer: {error.message}", file=sys.stderr)
@@ -88,15 +86,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--quick", action="store_true", help="fewer sizes and rounds, under 30 s")
         command.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     return parser
-
-
-def _print_settings(console: Console, args: argparse.Namespace) -> None:
-    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("UCX_", "NIXL_"))}
-    if args.ucx_tls is not None:
-        settings["UCX_TLS"] = args.ucx_tls
-    shown = " ".join(f"{name}={value}" for name, value in settings.items()) or "default UCX settings"
-    same_host = "mapped" if maps_same_host(args) else "by NIXL"
-    console.print(f"nixl {version('nixl')}, backend {args.nixl_backend}, {shown}; pools of this host: {same_host}")
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], Coroutine[None, None, list[Row]]]] = {

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from twopool.kv_transfer.ucx import DEFAULTS
 from twopool.protocol.config import DecodeConfig, PrefillConfig, WorkerConfig, from_namespace
 from twopool.scripts import bench_handover, bench_rows
-from twopool.scripts.bench_link_flags import add_link_flags, link_flags
+from twopool.scripts.bench_link_flags import add_link_flags, link_flags, link_in_words
 from twopool.scripts.bench_rows import make_panels, make_row, make_table
 from twopool.scripts.cli import build_parser
 from twopool.scripts.up_plan import make_plan
@@ -38,8 +39,9 @@ def handover_workers(argv: list[str]) -> list[WorkerConfig]:
 
 def test_handover_measures_the_link_it_was_told() -> None:
     argv = ["--ucx-tls", "tcp", "--nixl-backend", "LIBFABRIC", "--kv-same-host", "nixl", "--device", "cuda:1"]
-    for config in handover_workers(argv):
-        assert (config.ucx_tls, config.nixl_backend, config.kv_same_host) == ("tcp", "LIBFABRIC", "nixl")
+    for config in handover_workers([*argv, "--ucx", "UCX_NET_DEVICES=a,b", "--ucx", "UCX_IB_SL=3"]):
+        assert (config.nixl_backend, config.kv_same_host) == ("LIBFABRIC", "nixl")
+        assert config.ucx_settings == {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "a,b", "UCX_IB_SL": "3"}
         assert config.device == "cuda:1" and not config.maps_same_host
 
 
@@ -49,10 +51,32 @@ def test_handover_leaves_the_rest_to_the_workers() -> None:
         assert (config.block_size, config.device) == (32, "cpu")
 
 
-@pytest.mark.parametrize("argv", [[], ["--ucx-tls=^shm"], ["--kv-same-host=nixl", "--nixl-backend=POSIX"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["--ucx-tls=^shm", "--ucx=UCX_IB_SL=3"], ["--kv-same-host=nixl", "--nixl-backend=POSIX"]]
+)
 def test_another_process_gets_the_same_flags(argv: list[str]) -> None:
     args = parse(argv)
     assert parse(link_flags(args)) == args
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        ([], {}, "UCX_MODULES=^efa (the default of twopool)"),
+        ([], {}, "pools of this host: mapped, whatever UCX is told"),
+        (["--ucx=UCX_IB_SL=3"], {"UCX_MODULES": "all"}, "UCX_IB_SL=3, UCX_MODULES=all, "),
+        ([], {"UCX_TLS": "tcp"}, "UCX_TLS=tcp; pools of this host: by NIXL"),
+        (["--nixl-backend=POSIX"], {}, "pools of this host: by NIXL"),
+    ],
+)
+def test_all_settings_in_force_are_printed(
+    argv: list[str], environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*DEFAULTS, "UCX_TLS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert words in link_in_words(parse(argv))
 
 
 def test_every_row_has_every_column() -> None:
