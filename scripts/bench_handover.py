@@ -28,6 +28,8 @@ import httpx
 import numpy as np
 import torch
 
+from twopool.models.config import DecoderConfig
+from twopool.models.store import resolve_model
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts.bench_link_flags import link_flags
@@ -57,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def measure(args: argparse.Namespace) -> list[Row]:
     rounds = args.rounds or (4 if args.quick else 10)
+    ids = range(100, min(20000, DecoderConfig.from_folder(resolve_model(args.model)).vocab_size))
     async with _server(args) as client:
-        first = await _request(client, args.num_tokens)  # it warms page tables and caches up
+        first = await _request(client, ids, args.num_tokens)  # it warms page tables and caches up
         num_bytes: int = first.timings["kv_bytes_moved"]
         copy = _make_copy(num_bytes)
         await asyncio.sleep(1.0)  # a heartbeat
@@ -68,7 +71,7 @@ async def measure(args: argparse.Namespace) -> list[Row]:
         copies: list[float] = []
         last = await _figures(client, _ROUTER_FIGURES)
         for _ in range(0, rounds, args.concurrency):
-            asked = (_request(client, args.num_tokens) for _ in range(args.concurrency))
+            asked = (_request(client, ids, args.num_tokens) for _ in range(args.concurrency))
             answers += await asyncio.gather(*asked)
             now = await _figures(client, _ROUTER_FIGURES)
             reports.append({name: (now[name] - last[name]) / args.concurrency for name in now})
@@ -115,8 +118,8 @@ class _Answer:
     timings: dict[str, Any]
 
 
-async def _request(client: httpx.AsyncClient, num_tokens: int) -> _Answer:
-    prompt = random.SystemRandom().choices(range(100, 20000), k=num_tokens)
+async def _request(client: httpx.AsyncClient, ids: range, num_tokens: int) -> _Answer:
+    prompt = random.SystemRandom().choices(ids, k=num_tokens)
     body = {"model": "bench", "prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
     timings: dict[str, Any] = {}
     stamps = [time.perf_counter()]
