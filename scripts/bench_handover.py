@@ -19,21 +19,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
 
 from twopool.models.config import DecoderConfig
 from twopool.models.store import resolve_model
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import TwopoolError
-from twopool.scripts.bench_link_flags import link_flags
-from twopool.scripts.bench_pools import make_pool
+from twopool.scripts.bench_copies import make_block_copy
+from twopool.scripts.bench_link_flags import link_flags, memory_device
 from twopool.scripts.bench_rows import Row, make_row
 
 START_TIMEOUT_S = 300.0
@@ -63,7 +62,7 @@ async def measure(args: argparse.Namespace) -> list[Row]:
     async with _server(args) as client:
         first = await _request(client, ids, args.num_tokens)  # it warms page tables and caches up
         num_bytes: int = first.timings["kv_bytes_moved"]
-        copy = _make_copy(num_bytes)
+        copy = make_block_copy(num_bytes, 1, _memory(args))  # as many bytes in one piece
         await asyncio.sleep(1.0)  # a heartbeat
         before = await _figures(client, _WORKER_FIGURES)
         answers: list[_Answer] = []
@@ -143,10 +142,9 @@ def _median_ranges(answers: list[_Answer]) -> float | None:
     return statistics.median(ranges) if ranges else None
 
 
-def _make_copy(num_bytes: int) -> Callable[[], None]:
-    """One thread's copy of as many bytes as a request moves, in one piece."""
-    source, target = (make_pool(num_bytes, torch.device("cpu")).numpy() for _ in range(2))
-    return lambda: np.copyto(target, source)
+def _memory(args: argparse.Namespace) -> torch.device:
+    """Of the kind that the workers' pools are in."""
+    return memory_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "--device")
 
 
 def _block_size(args: argparse.Namespace) -> int:

@@ -4,8 +4,11 @@ import argparse
 import os
 from importlib.metadata import version
 
+import torch
+
 from twopool.kv_transfer.ucx import in_words
 from twopool.protocol.config import WorkerConfig
+from twopool.protocol.errors import ConfigError
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +24,25 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
         help="one host: copy from the mapped pool (map, not where UCX_TLS is set or another backend) or leave it to "
         "NIXL (default: map)",
     )
+
+
+def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="memory of this process's pools: cpu, cuda, cuda:N")
+    parser.add_argument("--source-device", help="memory of the source's pools (default: --device)")
+
+
+def memory_device(name: str, flag: str) -> torch.device:
+    """What ``flag`` says; raises ``ConfigError`` where this machine has none such."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{flag} {name}: no such device: {error}", param=flag) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{flag} {name}: pools are in the memory of cpu or cuda", param=flag)
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"{flag} {name}: torch sees {num_gpus} GPUs here", param=flag)
+    return device
 
 
 def link_flags(args: argparse.Namespace) -> list[str]:
@@ -42,6 +64,6 @@ def link_config(args: argparse.Namespace) -> WorkerConfig:
 def link_in_words(args: argparse.Namespace) -> str:
     """What READs go through, with every setting of UCX and NIXL that is in force."""
     config = link_config(args)
-    same_host = "mapped, whatever UCX is told" if config.maps_same_host else "by NIXL"
+    same_host = "mapped if in host memory, whatever UCX is told" if config.maps_same_host else "by NIXL"
     words = in_words(config.ucx_settings, os.environ)
     return f"nixl {version('nixl')}, backend {config.nixl_backend}; {words}; pools of this host: {same_host}"

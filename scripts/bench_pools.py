@@ -1,27 +1,26 @@
-"""What the transfer benchmarks share: pools to read from, in a process of their own on this host, and to read into."""
+"""Pools of the transfer benchmarks: to read from, in a process of their own on this host, and to read into."""
 
 import argparse
 import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest, KvTransport
-from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId, new_epoch
 from twopool.protocol.messages import PeerIdentity
-from twopool.scripts.bench_link_flags import link_config, link_flags
+from twopool.scripts.bench_copies import make_pool
+from twopool.scripts.bench_link_flags import link_config, link_flags, memory_device
 
 TOKENS = 16
 TIMEOUT_S = 60.0
@@ -50,7 +49,8 @@ async def other_process(
     args: argparse.Namespace, geometries: list[KvGeometry]
 ) -> AsyncIterator[tuple[subprocess.Popen[str], list[PeerIdentity]]]:
     command = [sys.executable, "-m", "twopool.scripts.bench_transfer", "source"]
-    command += [*link_flags(args), "--geometries", msgspec.json.encode(geometries).decode()]
+    command += [*link_flags(args), f"--device={args.source_device or args.device}"]
+    command += ["--geometries", msgspec.json.encode(geometries).decode()]
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop yet
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -100,7 +100,7 @@ def make_transport(
     args: argparse.Namespace, geometry: KvGeometry, name: str, epoch: Epoch | None = None
 ) -> tuple[KvTransport, PeerIdentity]:
     epoch = new_epoch() if epoch is None else epoch
-    device = torch.device(getattr(args, "device", "cpu"))
+    device = memory_device(args.device, "--device")
     if device.type != "cpu":
         geometry = replace(geometry, memory="device", device_index=device.index or 0)
     config = link_config(args)
@@ -122,14 +122,6 @@ def make_transport(
     return transport, identity
 
 
-def make_pool(num_bytes: int, device: torch.device, *, shared: bool = False) -> torch.Tensor:
-    return (
-        allocate_host_pool(num_bytes, shared=shared)
-        if device.type == "cpu"
-        else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    )
-
-
 def make_request(
     remote_ids: np.ndarray[Any, np.dtype[np.int32]], local_ids: np.ndarray[Any, np.dtype[np.int32]]
 ) -> FetchRequest:
@@ -141,15 +133,3 @@ def make_request(
         layer_start=0,
         layer_end=1,
     )
-
-
-def make_copy(source: Any, target: Any, remote_ids: Any, count: int) -> Callable[[], None]:
-    """One thread's copy of the same ranges into the same order: a memcpy a range, looped over in C."""
-    if remote_ids is None:
-        return lambda: np.copyto(target[:count], source[:count])
-    indices = remote_ids.astype(np.intp)
-
-    def gather() -> None:
-        np.take(source, indices, axis=0, out=target[:count], mode="clip")
-
-    return gather

@@ -17,10 +17,10 @@ from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.endpoints import parse_tcp_address
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.messages import PeerIdentity
-from twopool.scripts.bench_link_flags import link_config
+from twopool.scripts.bench_copies import make_block_copy
+from twopool.scripts.bench_link_flags import link_config, memory_device
 from twopool.scripts.bench_pools import (
     TIMEOUT_S,
-    make_copy,
     make_geometry,
     make_request,
     make_transport,
@@ -65,9 +65,6 @@ async def _sweep_size(
     rounds = 7 if args.quick else 15
     transport, _ = make_transport(args, geometry, f"reader-{geometry.block_bytes}")
     link = await transport.connect(peer, timeout_s=TIMEOUT_S)
-    # Stands for the source's pool in the copies: another one of the same size, its pages touched.
-    shape = (geometry.num_blocks, geometry.block_bytes)
-    source, target = (allocate_host_pool(geometry.pool_bytes).numpy().reshape(shape) for _ in range(2))
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     for count in counts:
@@ -75,7 +72,9 @@ async def _sweep_size(
             local_ids = np.arange(count, dtype=np.int32)
             remote_ids = rng.permutation(count).astype(np.int32) if scattered else local_ids
             request = make_request(remote_ids, local_ids)
-            copy = make_copy(source, target, remote_ids if scattered else None, count)
+            copy = make_block_copy(
+                geometry.block_bytes, count, memory_device(args.device, "--device"), remote_ids if scattered else None
+            )
             num_bytes = count * geometry.block_bytes
             others = [copy]
             if receive is not None:

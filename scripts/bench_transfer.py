@@ -27,7 +27,7 @@ from rich.console import Console
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts import bench_handover
 from twopool.scripts.bench_link import load, pair, setup
-from twopool.scripts.bench_link_flags import add_link_flags, link_in_words
+from twopool.scripts.bench_link_flags import add_device_flags, add_link_flags, link_in_words
 from twopool.scripts.bench_pools import offer
 from twopool.scripts.bench_rows import Row, make_table, plot
 from twopool.scripts.bench_sweep import connect, serve, sweep
@@ -67,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     for name in (*_COMMANDS, "serve", "source"):
         command = commands.add_parser(name)
         add_link_flags(command)
+        if name != "handover":
+            add_device_flags(command)
         if name == "source":
             command.add_argument("--geometries", required=True)
             continue
-        if name != "handover":
-            command.add_argument("--device", default="cpu", help="memory of this process's pools: cpu, cuda, cuda:N")
         if name in ("serve", "connect"):
             command.add_argument("--address", required=True, metavar="HOST:PORT", help="where `serve` listens")
         if name == "pair":

@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,7 @@ COLUMNS = {
 def test_rows(command: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     run = [sys.executable, "-m", "twopool.scripts.bench_transfer", command, "--quick", "--json", str(file)]
-    finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
-    assert finished.returncode == 0, finished.stderr
+    finished = quick(run)
     assert "nixl" in finished.stdout
     rows = json.loads(file.read_text())
     if command == "sweep":
@@ -52,8 +52,7 @@ def test_handover(tiny_model: Path, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "handover", "--quick", "--json", str(file)]
     run += ["--model", str(tiny_model), "--num-tokens", "100", "--ucx-tls", "tcp", "--device", "cpu"]
     run += ["--worker-flag", "block-size=32", "--worker-flag", "kv-cache-memory=16777216"]
-    finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
-    assert finished.returncode == 0, finished.stderr
+    quick(run)
     (row,) = json.loads(file.read_text())
     assert set(row) >= COLUMNS and row["num_blocks"] == 4 and row["scattered"] is None
     assert row["bytes"] == row["num_blocks"] * row["block_bytes"] > 0
@@ -66,7 +65,9 @@ def test_handover(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "columns"),
     [
-        (("pair", "--remote", "block_size=32,num_blocks=65", "--layer-groups", "2"), {"num_ranges", "num_posts"}),
+        (("pair", "--remote", "block_size=32", "--layer-groups", "2"), {"num_ranges", "num_posts"}),
+        (("pair", "--local", "tp_size=1", "--remote", "tp_size=2,num_blocks=200"), {"num_ranges", "num_posts"}),
+        (("pair", "--local", "tp_size=4,block_size=32", "--remote", "tp_size=3"), {"num_ranges", "num_posts"}),
         (("load", "--requests", "1,3"), {"slowest_seconds", "posts_a_request"}),
     ],
 )
@@ -75,10 +76,12 @@ def test_other_commands(command: tuple[str, ...], columns: set[str], tmp_path: P
     run = [sys.executable, "-m", "twopool.scripts.bench_transfer", *command, "--quick", "--json", str(files["json"])]
     if importlib.util.find_spec("matplotlib"):
         run += ["--plot", str(files["plot"])]
-    finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
-    assert finished.returncode == 0, finished.stderr
+    quick(run)
     for row in json.loads(files["json"].read_text()):
         assert columns | COLUMNS <= set(row) and row["gb_per_s"] > 0
+        if command[0] == "pair":
+            num_bytes = row["gb_per_s"] * row["seconds"] * 1e9
+            assert num_bytes == pytest.approx(row["block_bytes"] * row["num_blocks"])
     if "--plot" in run:
         assert files["plot"].read_bytes().startswith(b"\x89PNG")
 
@@ -114,6 +117,27 @@ def check_serve_and_connect(serve: list[str], connect: list[str], flags: list[st
     rows = json.loads(file.read_text())
     assert {row["block_bytes"] for row in rows} == {4096, 65536, 1048576}
     assert all(set(row) >= COLUMNS for row in rows)
+
+
+def quick(run: list[str]) -> "subprocess.CompletedProcess[str]":
+    """What a command that was told to be quick says; it has 30 s."""
+    start = time.monotonic()
+    finished = subprocess.run(run, capture_output=True, text=True, timeout=110)
+    assert finished.returncode == 0, finished.stderr
+    assert time.monotonic() - start < 30
+    return finished
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_pairs_of_degrees_have_a_program_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.json"
+    run = [sys.executable, "-m", "twopool.scripts.bench_tp_transfer", "--model", str(tiny_model), "--json", str(file)]
+    quick([*run, "--degrees", "1", "2", "--tokens", "100", "--rounds", "2"])
+    pairs = json.loads(file.read_text())["pairs"]
+    assert {(pair["source_ranks"], pair["reader_ranks"]) for pair in pairs} == {(1, 1), (2, 1), (1, 2), (2, 2)}
+    assert len({pair["num_bytes"] for pair in pairs}) == 1 and pairs[0]["num_bytes"] > 0
+    assert all(pair["to_equal_degree"] > 0 for pair in pairs)
 
 
 def test_a_wrong_geometry_is_refused_in_words() -> None:

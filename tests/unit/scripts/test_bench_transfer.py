@@ -63,7 +63,7 @@ def test_another_process_gets_the_same_flags(argv: list[str]) -> None:
     ("argv", "environ", "words"),
     [
         ([], {}, "UCX_MODULES=^efa (the default of twopool)"),
-        ([], {}, "pools of this host: mapped, whatever UCX is told"),
+        ([], {}, "pools of this host: mapped if in host memory, whatever UCX is told"),
         (["--ucx=UCX_IB_SL=3"], {"UCX_MODULES": "all"}, "UCX_IB_SL=3, UCX_MODULES=all, "),
         ([], {"UCX_TLS": "tcp"}, "UCX_TLS=tcp; pools of this host: by NIXL"),
         (["--nixl-backend=POSIX"], {}, "pools of this host: by NIXL"),
