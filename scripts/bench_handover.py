@@ -37,7 +37,10 @@ from twopool.scripts.bench_rows import Row, make_row
 
 START_TIMEOUT_S = 300.0
 NUM_OUTPUT = 6
-_WORKER_FIGURES = tuple(f"twopool_kv_transfer_{name}_total" for name in ("seconds", "hidden_seconds", "posts"))
+_READ_SECONDS = "twopool_nixl_xfer_time_seconds_sum"
+_HIDDEN_SECONDS = "twopool_kv_transfer_hidden_seconds_total"
+_POSTS = "twopool_kv_transfer_posts_total"
+_WORKER_FIGURES = (_READ_SECONDS, _HIDDEN_SECONDS, _POSTS)
 _ROUTER_FIGURES = ("twopool_handover_transfer_seconds_sum", "twopool_handover_exposed_seconds_sum")
 
 
@@ -86,7 +89,6 @@ async def measure(args: argparse.Namespace) -> list[Row]:
     gaps = [later - earlier for stamps in streams for earlier, later in itertools.pairwise(stamps[2:])]
     transfer_s, exposed_s = (statistics.median(report[name] for report in reports) for name in _ROUTER_FIGURES)
     num_blocks = -(-args.num_tokens // _block_size(args))
-    read_s, hidden_s = (totals[f"twopool_kv_transfer_{name}_total"] for name in ("seconds", "hidden_seconds"))
     return [
         make_row(
             f"handover of {args.num_tokens} tokens",
@@ -98,10 +100,10 @@ async def measure(args: argparse.Namespace) -> list[Row]:
             requests=count,
             bytes=num_bytes,
             num_ranges=_median_ranges(answers),
-            num_posts=round(totals["twopool_kv_transfer_posts_total"], 1),
-            hidden_seconds=hidden_s,
+            num_posts=round(totals[_POSTS], 1),
+            hidden_seconds=totals[_HIDDEN_SECONDS],
             exposed_seconds=exposed_s,
-            exposed_read_seconds=read_s - hidden_s,
+            exposed_read_seconds=totals[_READ_SECONDS] - totals[_HIDDEN_SECONDS],
             first_token_seconds=statistics.median(stamps[1] - stamps[0] for stamps in streams),
             first_to_second_seconds=statistics.median(stamps[2] - stamps[1] for stamps in streams),
             decode_step_seconds=statistics.median(gaps),
