@@ -32,7 +32,7 @@ from twopool.models.store import resolve_model
 from twopool.protocol.config import WorkerConfig
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts.bench_copies import make_block_copy
-from twopool.scripts.bench_link_flags import link_flags, memory_device
+from twopool.scripts.bench_link_flags import link_flags, memory_device, positive
 from twopool.scripts.bench_rows import Row, make_row
 
 START_TIMEOUT_S = 300.0
@@ -46,9 +46,9 @@ _ROUTER_FIGURES = ("twopool_handover_transfer_seconds_sum", "twopool_handover_ex
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="as in `twopool up`")
-    parser.add_argument("--num-tokens", type=int, default=2048, help="prompt tokens (default: 2048)")
-    parser.add_argument("--rounds", type=int, help="requests (default: 10, 4 with --quick)")
-    parser.add_argument("--concurrency", type=int, default=1, help="requests at a time (default: 1)")
+    parser.add_argument("--num-tokens", type=positive, default=2048, help="prompt tokens (default: 2048)")
+    parser.add_argument("--rounds", type=positive, help="requests (default: 10, 4 with --quick)")
+    parser.add_argument("--concurrency", type=positive, default=1, help="requests at a time (default: 1)")
     parser.add_argument("--device", help="where the workers compute, as in `twopool up` (default: auto)")
     parser.add_argument(
         "--worker-flag",

@@ -42,6 +42,10 @@ async def pair(args: argparse.Namespace) -> list[Row]:
     num_tokens = min(
         _PAIR_TOKENS, *((pool.num_blocks - NUM_RESERVED_BLOCKS) * pool.block_size for pool in (local, remote))
     )
+    if args.layer_groups > local.num_layers:
+        raise ConfigError(
+            f"--layer-groups {args.layer_groups}: the pools have {local.num_layers} layers", param="--layer-groups"
+        )
     groups = [local.num_layers * g // args.layer_groups for g in range(args.layer_groups + 1)]
     requests = [_tokens_request(local, remote, num_tokens, layers) for layers in itertools.pairwise(groups)]
     async with other_process(args, sources) as (_, identities):
@@ -124,7 +128,7 @@ def _tokens_request(local: KvGeometry, remote: KvGeometry, num_tokens: int, laye
 async def load(args: argparse.Namespace) -> list[Row]:
     """K requests at a time of 64 blocks of 64 KiB each: what sharing posts and the link makes of it."""
     blocks = 64
-    numbers = [int(text) for text in args.requests.split(",")]
+    numbers: list[int] = args.requests
     geometry = make_geometry(64 * KIB, blocks * max(numbers))
     rows: list[Row] = []
     async with other_process(args, [geometry]) as (_, (peer,)):

@@ -26,9 +26,18 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device_flags(parser: argparse.ArgumentParser) -> None:
+def add_device_flags(parser: argparse.ArgumentParser, *, starts_source: bool) -> None:
     parser.add_argument("--device", default="cpu", help="memory of this process's pools: cpu, cuda, cuda:N")
-    parser.add_argument("--source-device", help="memory of the source's pools (default: --device)")
+    if starts_source:
+        parser.add_argument("--source-device", help="memory of the source's pools (default: --device)")
+
+
+def positive(text: str) -> int:
+    """The type of a flag that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
 
 
 def memory_device(name: str, flag: str) -> torch.device:

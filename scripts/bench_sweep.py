@@ -18,7 +18,7 @@ from twopool.protocol.endpoints import parse_tcp_address
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.messages import PeerIdentity
 from twopool.scripts.bench_copies import make_block_copy
-from twopool.scripts.bench_link_flags import link_config, memory_device
+from twopool.scripts.bench_link_flags import link_config, link_in_words, memory_device
 from twopool.scripts.bench_pools import (
     TIMEOUT_S,
     make_geometry,
@@ -146,6 +146,7 @@ async def serve(args: argparse.Namespace) -> None:
     host, port = parse_tcp_address(args.address, param="--address")
     async with await asyncio.start_server(answer, host, port) as server:
         print(f"serving {len(identities)} pools at {args.address}; stop with Ctrl-C", flush=True)
+        print(link_in_words(args), flush=True)
         await server.serve_forever()
 
 

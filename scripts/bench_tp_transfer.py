@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layer-groups", type=int, default=1, help="READs a prompt's layers are split into")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
     add_link_flags(parser)
-    add_device_flags(parser)
+    add_device_flags(parser, starts_source=True)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 

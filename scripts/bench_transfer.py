@@ -27,7 +27,7 @@ from rich.console import Console
 from twopool.protocol.errors import TwopoolError
 from twopool.scripts import bench_handover
 from twopool.scripts.bench_link import load, pair, setup
-from twopool.scripts.bench_link_flags import add_device_flags, add_link_flags, link_in_words
+from twopool.scripts.bench_link_flags import add_device_flags, add_link_flags, link_in_words, positive
 from twopool.scripts.bench_pools import offer
 from twopool.scripts.bench_rows import Row, make_table, plot
 from twopool.scripts.bench_sweep import connect, serve, sweep
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name)
         add_link_flags(command)
         if name != "handover":
-            add_device_flags(command)
+            add_device_flags(command, starts_source=name not in ("source", "serve", "connect"))
         if name == "source":
             command.add_argument("--geometries", required=True)
             continue
@@ -77,15 +77,25 @@ def _parser() -> argparse.ArgumentParser:
         if name == "pair":
             for side in ("local", "remote"):
                 command.add_argument(f"--{side}", default="", metavar="FIELD=VALUE,...", help=f"{side} geometry")
-            command.add_argument("--layer-groups", type=int, default=1, help="READs a block's layers are split into")
+            command.add_argument(
+                "--layer-groups", type=positive, default=1, help="READs a block's layers are split into"
+            )
         if name == "load":
-            command.add_argument("--requests", default="1,4,16", metavar="K,...", help="requests at a time")
+            command.add_argument(
+                "--requests", type=_counts, default=[1, 4, 16], metavar="K,...", help="requests at a time (1,4,16)"
+            )
         if name == "handover":
             bench_handover.add_arguments(command)
-        command.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows as PNG (needs matplotlib)")
         command.add_argument("--quick", action="store_true", help="fewer sizes and rounds, under 30 s")
+        if name == "serve":
+            continue
+        command.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows as PNG (needs matplotlib)")
         command.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     return parser
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], Coroutine[None, None, list[Row]]]] = {

@@ -140,7 +140,25 @@ def test_pairs_of_degrees_have_a_program_of_their_own(tiny_model: Path, tmp_path
     assert all(pair["to_equal_degree"] > 0 for pair in pairs)
 
 
-def test_a_wrong_geometry_is_refused_in_words() -> None:
-    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "pair", "--local", "block_size=17"]
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        (("pair", "--local", "block_size=17"), 1, "power of two, got 17"),
+        (("pair", "--layer-groups", "31"), 1, "--layer-groups 31: the pools have 30 layers"),
+        (("load", "--requests", "4,0"), 2, "--requests: 0 is not positive"),
+        (("sweep", "--ucx", "UCX_TLS"), 1, "--ucx UCX_TLS: expected UCX_NAME=VALUE"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_words(command: tuple[str, ...], status: int, message: str) -> None:
+    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", *command]
     finished = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 1 and "power of two, got 17" in finished.stderr
+    assert finished.returncode == status and message in finished.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_setting_that_ucx_does_not_have_is_refused_in_words() -> None:
+    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "sweep", "--ucx", "UCX_RNDV_TRESH=64k"]
+    finished = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1
+    assert "--ucx UCX_RNDV_TRESH=64k: UCX knows no such setting on this machine, but UCX_RNDV_THRESH" in finished.stderr
