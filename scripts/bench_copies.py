@@ -34,11 +34,14 @@ def make_block_copy(
     piece, as they lie.
     """
     source, target = (make_pool(count * block_bytes, device).view(count, block_bytes) for _ in range(2))
+    if device.type == "cpu":  # numpy's copies are memcpys, torch's are loops of its own
+        rows, landed = source.numpy(), target.numpy()
+        if block_ids is None:
+            return lambda: np.copyto(landed, rows)
+        indices = block_ids.astype(np.intp)
+        return _finished(lambda: np.take(rows, indices, axis=0, out=landed, mode="clip"), device)
     if block_ids is None:
         return _finished(lambda: target.copy_(source), device)
-    if device.type == "cpu":
-        rows, landed, indices = source.numpy(), target.numpy(), block_ids.astype(np.intp)
-        return _finished(lambda: np.take(rows, indices, axis=0, out=landed, mode="clip"), device)
     index = torch.from_numpy(block_ids.astype(np.int64)).to(device)
     return _finished(lambda: torch.index_select(source, 0, index, out=target), device)
 
