@@ -24,6 +24,7 @@ from twopool.scripts.bench_link_flags import link_config, link_flags, memory_dev
 
 TOKENS = 16
 TIMEOUT_S = 60.0
+_OFFER = "pools: "
 
 
 async def offer(args: argparse.Namespace) -> None:
@@ -36,7 +37,7 @@ async def offer(args: argparse.Namespace) -> None:
         transport.expect_readers(True)
         transports.append(transport)
         identities.append(identity)
-    print(msgspec.msgpack.encode(identities).hex(), flush=True)
+    print(_OFFER + msgspec.msgpack.encode(identities).hex(), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         for transport in transports:
             transport.expect_readers(line.strip() == "expect readers")
@@ -56,16 +57,22 @@ async def other_process(
     )
     cpus = _share_cpus(process.pid)
     try:
-        reading = asyncio.to_thread(process.stdout.readline) if process.stdout is not None else asyncio.sleep(0, "")
-        line = await asyncio.wait_for(reading, TIMEOUT_S)
-        if not line:
-            raise TwopoolError("the source process did not start")
-        yield process, msgspec.msgpack.decode(bytes.fromhex(line), type=list[PeerIdentity])
+        offer = await asyncio.wait_for(asyncio.to_thread(_read_offer, process), TIMEOUT_S)
+        yield process, msgspec.msgpack.decode(bytes.fromhex(offer), type=list[PeerIdentity])
         process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
         process.communicate()
         os.sched_setaffinity(0, cpus)
+
+
+def _read_offer(process: subprocess.Popen[str]) -> str:
+    """What ``offer`` prints. UCX writes its warnings to standard output, too."""
+    for line in process.stdout or ():
+        if line.startswith(_OFFER):
+            return line.removeprefix(_OFFER)
+        print(line, end="", file=sys.stderr)
+    raise TwopoolError("the source process did not start")
 
 
 def _share_cpus(pid: int) -> set[int]:

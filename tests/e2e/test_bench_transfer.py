@@ -157,6 +157,17 @@ def test_what_is_wrong_is_refused_in_words(command: tuple[str, ...], status: int
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_a_setting_that_ucx_warns_of_is_no_obstacle(tmp_path: Path) -> None:
+    """UCX says on standard output that it has no use for a setting here; the source tells its pools after that."""
+    run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "pair", "--quick", "--kv-same-host", "nixl"]
+    file = tmp_path / "rows.json"
+    finished = quick([*run, "--ucx", "UCX_IB_SL=3", "--json", str(file)])
+    assert "UCX_IB_SL=3" in finished.stdout
+    assert json.loads(file.read_text())[0]["gb_per_s"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_setting_that_ucx_does_not_have_is_refused_in_words() -> None:
     run = [sys.executable, "-m", "twopool.scripts.bench_transfer", "sweep", "--ucx", "UCX_RNDV_TRESH=64k"]
     finished = subprocess.run(run, capture_output=True, text=True, timeout=60)
