@@ -165,7 +165,7 @@ async def _serve(
         epoch=epoch,
         agent_name=config.worker_id or "worker",
         backend=config.nixl_backend,
-        ucx_tls=config.ucx_tls,
+        ucx=config.ucx_settings,
         map_same_host=config.maps_same_host,
         convert_dtype=config.kv_convert_dtype,
         faults=FaultPoints(config.fault_points),

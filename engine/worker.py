@@ -156,7 +156,7 @@ class WorkerHost:
             epoch=self.pool.epoch,
             agent_name=self.worker_id,
             backend=config.nixl_backend,
-            ucx_tls=config.ucx_tls,
+            ucx=config.ucx_settings,
             map_same_host=config.maps_same_host,
             convert_dtype=config.kv_convert_dtype,
             fabric=fabric,

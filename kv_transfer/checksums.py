@@ -1,7 +1,7 @@
 """Checksums of KV content that do not depend on how a pool lays it out, so that both sides of a transfer agree.
 
 One checksum covers a *unit* of one KV head: as many tokens as the smaller block of both sides has, some layers,
-K and V, in the order [layer, K or V, token, dim]. A whole block with all of its layers is one run of the pool.
+all planes, in the order [layer, plane, token, dim]. A whole block with all of its layers is one run of the pool.
 """
 
 from dataclasses import dataclass

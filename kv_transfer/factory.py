@@ -2,6 +2,7 @@
 
 import asyncio
 import zlib
+from collections.abc import Mapping
 
 import torch
 
@@ -26,7 +27,7 @@ def create_transport(
     epoch: Epoch,
     agent_name: str,
     backend: str = "UCX",
-    ucx_tls: str | None = None,
+    ucx: Mapping[str, str] | None = None,
     map_same_host: bool = True,
     convert_dtype: bool = False,
     fabric: LocalFabric | None = None,
@@ -41,9 +42,9 @@ def create_transport(
     It stays registered and alive as long as the process.
 
     ``agent_name`` is the worker's name; rank and epoch are added, because NIXL wants a name for each life. ``backend``
-    and ``ucx_tls`` are for "nixl", which copies by itself, from one pool in host memory to another that it can map, if
-    ``map_same_host``; KV of another dtype is converted if ``convert_dtype``, else refused; ``fabric`` holds the pools
-    that "local" transports of this process read from; ``faults`` are for tests.
+    and ``ucx``, settings by name, are for "nixl", which copies by itself, from one pool in host memory to another that
+    it can map, if ``map_same_host``; KV of another dtype is converted if ``convert_dtype``, else refused; ``fabric``
+    holds the pools that "local" transports of this process read from; ``faults`` are for tests.
     Raises ``ConfigError`` where these do not fit together or the backend does not start.
     """
     memory = _flat(pool, geometry)
@@ -51,7 +52,7 @@ def create_transport(
     if name == "nixl":
         from twopool.kv_transfer.nixl import NixlAgent  # loads NIXL and UCX, which "local" does without
 
-        agent: ReadAgent = NixlAgent(name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx_tls=ucx_tls)
+        agent: ReadAgent = NixlAgent(name=unique_name, pool=memory, geometry=geometry, backend=backend, ucx=ucx or {})
         if geometry.memory == "host":
             agent = GatheringAgent(agent)
             if map_same_host:  # it copies with the CPU, into memory that the CPU can write

@@ -1,12 +1,12 @@
 """Which bytes of a peer's pools become which bytes of ours: pure functions from geometries to index arrays.
 
-A pool is ``[num_blocks, num_kv_heads_local, num_layers, 2, block_size, head_dim]`` in C order. A fetch reads one of
-three kinds of equal runs, the longest that fits:
+A pool is ``[num_blocks, num_kv_heads_local, num_layers, num_planes, block_size, head_dim]`` in C order. A fetch reads
+one of three kinds of equal runs, the longest that fits:
 
 - blocks of equal size, all layers: any range of heads of a block is one run (all heads: blocks next to one another
   on both sides merge);
 - blocks of equal size, some layers: one run a block and head;
-- unequal block sizes: one run for K and one for V, per layer, head and block of the smaller size.
+- unequal block sizes: one run a plane (K, V, or one latent for both), layer, head and block of the smaller size.
 
 Each kind is a ``StridedList`` over the pool, prepared once by the transport, and a fetch is two int32 index arrays.
 """
@@ -24,7 +24,7 @@ from twopool.protocol.geometry import DTYPE_BYTES, GRANULE_TOKENS, KvDtype, KvGe
 
 Index = npt.NDArray[np.int32]
 
-_MUST_AGREE = ("num_layers", "num_kv_heads", "head_dim", "granule_order")
+_MUST_AGREE = ("num_layers", "num_kv_heads", "num_planes", "head_dim", "granule_order")
 _MAX_INDEX = 2**31 - 1
 
 
@@ -189,7 +189,7 @@ class LayoutPlan:
         )
 
     def _split_block_runs(self, heads: HeadRun, request: FetchRequest) -> Runs:
-        """One run for K, one for V, per small block, head and layer; a large block holds several parts of each."""
+        """One run a plane, layer, head and small block; a large block holds several parts of each plane."""
         remote = self.remotes[heads.rank]
         small = min(self.local.block_size, remote.block_size)
         parts = np.arange(request.start_token // small, -(-request.end_token // small), dtype=np.int64)
@@ -200,7 +200,8 @@ class LayoutPlan:
             block = block_ids.astype(np.int64)[position][:, None, None, None]  # [parts, 1, 1, 1]
             head_index = np.arange(head, head + heads.num_heads)[:, None, None]
             layer = np.arange(request.layer_start, request.layer_end)[:, None]
-            row = ((block * pool.num_kv_heads_local + head_index) * pool.num_layers + layer) * 2 + np.arange(2)
+            row = (block * pool.num_kv_heads_local + head_index) * pool.num_layers + layer
+            row = row * pool.num_planes + np.arange(pool.num_planes)  # [parts, heads, layers, planes]
             return (row * per_block + (parts % per_block)[:, None, None, None]).astype(np.int32).ravel()
 
         def run_list(pool: KvGeometry) -> StridedList:

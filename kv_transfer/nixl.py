@@ -5,6 +5,7 @@ agent calls ``pump`` every millisecond or so while peers may connect or read.
 """
 
 import os
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from twopool.kv_transfer.agent import Post, PreparedList
 from twopool.kv_transfer.layout import Index, StridedList
+from twopool.kv_transfer.ucx import apply_settings, check_names, in_words
 from twopool.protocol.errors import ConfigError, TransferError
 from twopool.protocol.geometry import KvGeometry, MemoryKind
 from twopool.protocol.ids import Epoch
@@ -30,12 +32,19 @@ class NixlAgent:
     """A ``ReadAgent`` on one NIXL agent with one backend. ``name`` must be unique among all peers and lives."""
 
     def __init__(
-        self, *, name: str, pool: torch.Tensor, geometry: KvGeometry, backend: str, ucx_tls: str | None
+        self,
+        *,
+        name: str,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        backend: str,
+        ucx: Mapping[str, str],
     ) -> None:
-        """``pool`` (flat uint8) is what peers may read.
+        """``pool`` (flat uint8) is what peers may read; ``ucx`` are settings of UCX by name, ``UCX_TLS`` and others.
 
-        Raises ``ConfigError`` when the backend is missing or cannot start with these settings."""
-        _set_environment(ucx_tls)
+        Raises ``ConfigError`` when the backend is missing, cannot start with these settings or has none of that name.
+        """
+        apply_settings(ucx, os.environ)
         self._api = _import_api()
         self._errors = _error_types(self._api)
         self.name = name
@@ -51,10 +60,12 @@ class NixlAgent:
             # Taken now: peers need not know of memory registered later, which is no pool.
             self.metadata: bytes = self._agent.get_agent_metadata()
         except failures as error:
-            settings = f"UCX_TLS={os.environ['UCX_TLS']}" if "UCX_TLS" in os.environ else "default UCX settings"
             raise ConfigError(
-                f"NIXL backend {backend} does not start with {settings}: {error!r}", param="nixl_backend"
+                f"NIXL backend {backend} does not start with {in_words(ucx, os.environ)}: {error!r}",
+                param="nixl_backend",
             ) from error
+        if backend == "UCX":
+            check_names(ucx)
         _ALIVE.append(self)
 
     def register(self, memory: torch.Tensor) -> None:
@@ -147,20 +158,6 @@ class _Translated:
 def _rows(address: int, runs: StridedList, device: int) -> Any:
     """NIXL's strided list: ``[1, 5]`` uint64 (address, length, device, stride, count)."""
     return np.array([[address + runs.offset, runs.length, device, runs.stride, runs.count]], dtype=np.uint64)
-
-
-def _set_environment(ucx_tls: str | None) -> None:
-    """NIXL and UCX take some settings from the environment only; they read it when an agent is made."""
-    # Where the system has libefa, a process that made a UCX agent dies with SIGSEGV at exit (the destructor of a
-    # second libnl-route), which hides its exit status. Whoever wants EFA sets UCX_MODULES.
-    os.environ.setdefault("UCX_MODULES", "^efa")
-    # Over TCP, larger segments than UCX takes by default mean fewer system calls.
-    for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
-        os.environ.setdefault(name, "256k")
-    # At INFO every agent writes two lines to stdout.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    if ucx_tls is not None:
-        os.environ["UCX_TLS"] = ucx_tls
 
 
 def _import_api() -> ModuleType:

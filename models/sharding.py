@@ -124,6 +124,14 @@ def largest_degree(config: DecoderConfig) -> int:
     return min(config.num_heads, config.intermediate_size, config.vocab_size, MAX_RANKS)
 
 
+def kv_head_ranges(num_kv_heads: int, size: int) -> list[range]:
+    """The KV heads of each of `size` ranks; of more ranks than heads some have the same one."""
+    if size <= num_kv_heads:
+        return _ranges(_shares(num_kv_heads, size))
+    shares = _shares(size, num_kv_heads)
+    return [range(head, head + 1) for head, replicas in enumerate(shares) for _ in range(replicas)]
+
+
 def segment_bytes(plan: ShardPlan, max_tokens: int) -> int:
     """Bytes a rank may have to hand to the others at once, when no step has more than `max_tokens` rows.
 
@@ -138,7 +146,7 @@ def _attention(config: DecoderConfig, size: int) -> Iterable[tuple[range, range]
     """-> (query heads, KV heads) of each rank."""
     group = config.num_heads // config.num_kv_heads
     if size <= config.num_kv_heads:
-        for keys in _ranges(_shares(config.num_kv_heads, size)):
+        for keys in kv_head_ranges(config.num_kv_heads, size):
             yield range(keys.start * group, keys.stop * group), keys
         return
     for head, replicas in enumerate(_shares(size, config.num_kv_heads)):

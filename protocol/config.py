@@ -8,10 +8,11 @@ Flags spell as in ``vllm serve`` where vLLM has them.
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from twopool.protocol.endpoints import is_loopback, parse_tcp_address
 from twopool.protocol.errors import ConfigError
@@ -27,9 +28,14 @@ DEFAULT_MASTER_PORT = 29500
 MAX_ROUTER_PROCESSES = 64
 
 
-def flag(default: Any, help_text: str, *, parse: Any = None, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command-line flag; a ``bool`` becomes ``--x/--no-x``."""
-    metadata = {"help": help_text, "parse": parse, "choices": choices}
+def flag(
+    default: Any, help_text: str, *, parse: Any = None, choices: tuple[str, ...] | None = None, repeatable: bool = False
+) -> Any:
+    """A dataclass field that is also a command-line flag; a ``bool`` becomes ``--x/--no-x``.
+
+    A ``repeatable`` flag gives one item of a tuple each time: for items that may hold commas.
+    """
+    metadata = {"help": help_text, "parse": parse, "choices": choices, "repeatable": repeatable}
     return field(default=default, metadata=metadata)
 
 
@@ -202,9 +208,13 @@ class WorkerConfig(LinkConfig):
     kv_transport: str = flag("nixl", "how KV blocks move", choices=("nixl",))
     nixl_backend: str = flag("UCX", "NIXL plugin")
     ucx_tls: str | None = flag(None, "UCX_TLS for the transport (default: UCX chooses)")
+    ucx: tuple[str, ...] = flag(
+        (), "another setting of UCX as NAME=VALUE, such as UCX_NET_DEVICES=mlx5_0:1; repeatable", repeatable=True
+    )
     kv_same_host: str = flag(
         "map",
-        "READs between workers of one host: map the peer's pool and copy (not with --ucx-tls), or leave them to NIXL",
+        "READs between workers of one host: map the peer's pool and copy (not where UCX_TLS is set or another "
+        "--nixl-backend than UCX), or leave them to NIXL",
         choices=("map", "nixl"),
     )
     pin_lease_s: float = flag(30.0, "prefill: seconds KV stays pinned for a decode worker that does not come")
@@ -228,8 +238,22 @@ class WorkerConfig(LinkConfig):
 
     @property
     def maps_same_host(self) -> bool:
-        """Whether KV pools are shared with the host's other workers; whoever names UCX's transports gets those."""
-        return self.kv_same_host == "map" and self.ucx_tls is None
+        """Whether KV pools are shared with the host's other workers; whoever names NIXL's plugin or UCX's transports
+        gets those.
+        """
+        return self.kv_same_host == "map" and self.nixl_backend == "UCX" and "UCX_TLS" not in self.ucx_settings
+
+    @property
+    def ucx_settings(self) -> dict[str, str]:
+        """What ``--ucx`` and ``--ucx-tls`` say, by name."""
+        settings = dict(_split_setting(item) for item in self.ucx)
+        return settings if self.ucx_tls is None else {**settings, "UCX_TLS": self.ucx_tls}
+
+    def with_environment(self, environ: Mapping[str, str]) -> Self:
+        """A UCX_TLS of the environment is as good as ``--ucx-tls``; what flags say comes first."""
+        if "UCX_TLS" not in environ or "UCX_TLS" in self.ucx_settings:
+            return self
+        return dataclasses.replace(self, ucx_tls=environ["UCX_TLS"])
 
     def __post_init__(self) -> None:
         _check_port("--port", self.port)
@@ -246,6 +270,7 @@ class WorkerConfig(LinkConfig):
         ):
             _check_positive(name, getattr(self, name))
         self._check_nodes()
+        self._check_ucx()
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"--block-size {self.block_size}: must be a power of two, at least 16",
@@ -271,6 +296,14 @@ class WorkerConfig(LinkConfig):
         for address in self.router:
             host, _ = parse_tcp_address(address, param="--router")
             _check_key("--router", host, self.cluster_key)
+
+    def _check_ucx(self) -> None:
+        names = [_split_setting(item)[0] for item in self.ucx]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"--ucx {name}: given more than once", param="--ucx")
+            if name == "UCX_TLS" and self.ucx_tls is not None:
+                raise ConfigError(f"--ucx {name}: --ucx-tls {self.ucx_tls} says that already", param="--ucx")
 
     def _check_nodes(self) -> None:
         if not 1 <= self.nnodes <= self.tensor_parallel_size:
@@ -325,6 +358,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
                 help=help_text,
             )
             continue
+        if item.metadata["repeatable"]:
+            parser.add_argument(name, action="append", default=argparse.SUPPRESS, help=help_text)
+            continue
         parse = item.metadata["parse"] or (str if item.default is None else type(item.default))
         parser.add_argument(
             name,
@@ -338,20 +374,33 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def from_namespace(config: type[C], namespace: argparse.Namespace) -> C:
     """The validated ``config`` of the flags that were given; raises ``ConfigError`` naming flag and value."""
     names = {item.name for item in dataclasses.fields(config)}  # type: ignore[arg-type]
-    return config(**{key: value for key, value in vars(namespace).items() if key in names})
+    given = {key: value for key, value in vars(namespace).items() if key in names}
+    return config(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 def flags_of(config: type, given: Mapping[str, Any]) -> tuple[str, ...]:
     """The command line that gives ``config`` its share of ``given``; the inverse of ``add_flags``."""
-    return tuple(
-        _flag_text(_flag_name(item.name), given[item.name]) for item in dataclasses.fields(config) if item.name in given
-    )
+    flags: list[str] = []
+    for item in dataclasses.fields(config):
+        if item.name in given:
+            value = given[item.name]
+            values = value if item.metadata["repeatable"] else (value,)
+            flags += [_flag_text(_flag_name(item.name), one) for one in values]
+    return tuple(flags)
 
 
 def _flag_text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else "--no-" + name.removeprefix("--")
     return f"{name}={','.join(value) if isinstance(value, tuple) else value}"
+
+
+def _split_setting(text: str) -> tuple[str, str]:
+    """``UCX_NAME=VALUE``; raises ``ConfigError``."""
+    match = re.fullmatch(r"(UCX_[A-Z0-9_]+)=(.+)", text)
+    if match is None:
+        raise ConfigError(f"--ucx {text}: expected UCX_NAME=VALUE", param="--ucx")
+    return match[1], match[2]
 
 
 def _default_text(default: Any) -> str:

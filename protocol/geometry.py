@@ -1,8 +1,10 @@
 """The shape of a KV pool, as peers tell it to each other.
 
 One rank's pool is one allocation shaped
-``[num_blocks, num_kv_heads_local, num_layers, 2, block_size, head_dim]`` in C order (2 = K, V): heads outside layers,
+``[num_blocks, num_kv_heads_local, num_layers, num_planes, block_size, head_dim]`` in C order: heads outside layers,
 so that a whole block is one run for equal TP, and any head range, and any group of layers of one head, is one run too.
+A head has two planes, K and V, or a single one: then K and V are made of the same numbers (multi-head latent attention
+keeps one such latent for all query heads: ``num_kv_heads`` 1, ``num_planes`` 1, ``head_dim`` its width).
 """
 
 from typing import Annotated, Literal
@@ -25,7 +27,8 @@ class KvGeometry(Struct, frozen=True, kw_only=True):
     """One rank's pool.
 
     ``granule_order`` names the order of elements inside 16 tokens of one head's K or V; only equal names move
-    without conversion. ``kv_head_start`` is the first global KV head this rank holds.
+    without conversion. ``kv_head_start`` is the first global KV head this rank holds. ``num_planes``: 2 for K and V,
+    1 for a latent that both are made of.
     """
 
     num_blocks: _Count
@@ -36,6 +39,7 @@ class KvGeometry(Struct, frozen=True, kw_only=True):
     num_kv_heads_local: Annotated[int, Meta(ge=1, le=65536)]
     head_dim: Annotated[int, Meta(ge=1, le=65536)]
     dtype: KvDtype
+    num_planes: Annotated[int, Meta(ge=1, le=2)] = 2
     granule_order: str = "plain"
     memory: MemoryKind = "host"
     device_index: _Index = 0
@@ -54,20 +58,20 @@ class KvGeometry(Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """``[num_blocks, num_kv_heads_local, num_layers, 2, block_size, head_dim]``."""
+        """``[num_blocks, num_kv_heads_local, num_layers, num_planes, block_size, head_dim]``."""
         return (
             self.num_blocks,
             self.num_kv_heads_local,
             self.num_layers,
-            2,
+            self.num_planes,
             self.block_size,
             self.head_dim,
         )
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one head of one layer of a block, K and V."""
-        return 2 * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one head of one layer of a block, all planes."""
+        return self.num_planes * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def head_bytes(self) -> int:

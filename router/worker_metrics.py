@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from twopool.protocol.messages import BlockCounts, HandoverReport, WorkerStats
@@ -40,10 +40,6 @@ _COUNTERS = {
     "generated_tokens": ("twopool_worker_generated_tokens", "Tokens sampled"),
     "local_prefills": ("twopool_worker_local_prefills", "Prompts a decode worker prefilled for itself"),
     "preemptions": ("twopool_worker_preemptions", "Sequences preempted for lack of KV blocks"),
-    "kv_transfer_bytes": ("twopool_kv_transfer_bytes", "Bytes of KV cache read from peers"),
-    "kv_transfers": ("twopool_kv_transfers", "KV reads completed"),
-    "kv_transfer_s": ("twopool_kv_transfer_seconds", "Seconds KV reads took, summed"),
-    "kv_ranges": ("twopool_nixl_num_descriptors", "Contiguous ranges of KV read from peers"),
     "kv_posts": ("twopool_kv_transfer_posts", "READ operations posted; requests share them"),
     "kv_hidden_s": ("twopool_kv_transfer_hidden_seconds", "Seconds of KV reads that prefill computation hid"),
     "kv_exposed_s": ("twopool_kv_transfer_exposed_seconds", "Seconds requests waited for KV after their first token"),
@@ -55,9 +51,15 @@ _COUNTERS = {
     "stale_tickets": ("twopool_kv_stale_tickets", "Tickets that did not hold when confirmed"),
     "rejected_messages": ("twopool_worker_rejected_messages", "Malformed or unexpected messages the worker dropped"),
 }
+# The same for sums over the transfers that ``kv_transfers`` counts. vLLM has histograms of these names.
+_SUMMARIES = {
+    "kv_transfer_bytes": ("twopool_nixl_bytes_transferred", "Bytes of KV cache read from peers, by transfer"),
+    "kv_transfer_s": ("twopool_nixl_xfer_time_seconds", "Seconds from a transfer's first READ to its last completion"),
+    "kv_ranges": ("twopool_nixl_num_descriptors", "Contiguous ranges of KV read from peers, by transfer"),
+}
 # The same for fields that count by a label of their own.
 _TALLIES = {
-    "kv_failures": ("twopool_kv_transfer_failures", "KV transfers that failed, by kind", "kind"),
+    "kv_failures": ("twopool_nixl_num_failed_transfers", "KV transfers that failed, by kind", "kind"),
     "kv_reclaimed": ("twopool_kv_pins_ended", "Pins of KV kept for readers that ended, by reason", "reason"),
 }
 
@@ -74,6 +76,10 @@ class WorkerCollector(Collector):
         )
         gauges = {name: GaugeMetricFamily(*_GAUGES[name], labels=_LABELS) for name in _GAUGES}
         counters = {name: CounterMetricFamily(*_COUNTERS[name], labels=_LABELS) for name in _COUNTERS}
+        summaries = {name: SummaryMetricFamily(*_SUMMARIES[name], labels=_LABELS) for name in _SUMMARIES}
+        expired = CounterMetricFamily(
+            "twopool_nixl_num_kv_expired_reqs", "Requests whose pins ended by their lease", labels=_LABELS
+        )
         tallies = {
             name: CounterMetricFamily(metric, text, labels=(*_LABELS, label))
             for name, (metric, text, label) in _TALLIES.items()
@@ -88,12 +94,16 @@ class WorkerCollector(Collector):
                     blocks.add_metric((*labels, state), getattr(worker.stats.blocks, state))
                 _add(gauges, labels, worker.stats)
                 _add(counters, labels, worker.stats)
+                for name, summary in summaries.items():
+                    summary.add_metric(labels, worker.stats.kv_transfers, getattr(worker.stats, name))
+                expired.add_metric(labels, worker.stats.kv_reclaimed.get("lease", 0))
                 for name, family in tallies.items():
                     for label, count in getattr(worker.stats, name).items():
                         family.add_metric((*labels, label), count)
         for role, count in num_ready.items():
             ready.add_metric((role,), count)
-        return [blocks, ready, *gauges.values(), *counters.values(), *tallies.values()]
+        by_field = (gauges, counters, summaries, tallies)
+        return [blocks, ready, expired, *(family for families in by_field for family in families.values())]
 
 
 @dataclass

@@ -1,31 +1,30 @@
-"""What the transfer benchmarks share: pools to read from, in a process of their own on this host, and to read into."""
+"""Pools of the transfer benchmarks: to read from, in a process of their own on this host, and to read into."""
 
 import argparse
 import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from twopool.kv_transfer.factory import create_transport
 from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchRequest, KvTransport
-from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch, WorkerId, new_epoch
 from twopool.protocol.messages import PeerIdentity
+from twopool.scripts.bench_copies import make_pool
+from twopool.scripts.bench_link_flags import link_config, link_flags, memory_device
 
-KIB, MIB = 1024, 1024 * 1024
 TOKENS = 16
 TIMEOUT_S = 60.0
-Row = dict[str, Any]
+_OFFER = "pools: "
 
 
 async def offer(args: argparse.Namespace) -> None:
@@ -38,7 +37,7 @@ async def offer(args: argparse.Namespace) -> None:
         transport.expect_readers(True)
         transports.append(transport)
         identities.append(identity)
-    print(msgspec.msgpack.encode(identities).hex(), flush=True)
+    print(_OFFER + msgspec.msgpack.encode(identities).hex(), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         for transport in transports:
             transport.expect_readers(line.strip() == "expect readers")
@@ -51,25 +50,29 @@ async def other_process(
     args: argparse.Namespace, geometries: list[KvGeometry]
 ) -> AsyncIterator[tuple[subprocess.Popen[str], list[PeerIdentity]]]:
     command = [sys.executable, "-m", "twopool.scripts.bench_transfer", "source"]
-    command += ["--nixl-backend", args.nixl_backend, "--geometries", msgspec.json.encode(geometries).decode()]
-    command += ["--kv-same-host", args.kv_same_host]
-    if args.ucx_tls is not None:
-        command += ["--ucx-tls", args.ucx_tls]
+    command += [*link_flags(args), f"--device={args.source_device or args.device}"]
+    command += ["--geometries", msgspec.json.encode(geometries).decode()]
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop yet
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     cpus = _share_cpus(process.pid)
     try:
-        reading = asyncio.to_thread(process.stdout.readline) if process.stdout is not None else asyncio.sleep(0, "")
-        line = await asyncio.wait_for(reading, TIMEOUT_S)
-        if not line:
-            raise TwopoolError("the source process did not start")
-        yield process, msgspec.msgpack.decode(bytes.fromhex(line), type=list[PeerIdentity])
+        offer = await asyncio.wait_for(asyncio.to_thread(_read_offer, process), TIMEOUT_S)
+        yield process, msgspec.msgpack.decode(bytes.fromhex(offer), type=list[PeerIdentity])
         process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
         process.communicate()
         os.sched_setaffinity(0, cpus)
+
+
+def _read_offer(process: subprocess.Popen[str]) -> str:
+    """What ``offer`` prints. UCX writes its warnings to standard output, too."""
+    for line in process.stdout or ():
+        if line.startswith(_OFFER):
+            return line.removeprefix(_OFFER)
+        print(line, end="", file=sys.stderr)
+    raise TwopoolError("the source process did not start")
 
 
 def _share_cpus(pid: int) -> set[int]:
@@ -104,18 +107,19 @@ def make_transport(
     args: argparse.Namespace, geometry: KvGeometry, name: str, epoch: Epoch | None = None
 ) -> tuple[KvTransport, PeerIdentity]:
     epoch = new_epoch() if epoch is None else epoch
-    device = torch.device(getattr(args, "device", "cpu"))
+    device = memory_device(args.device, "--device")
     if device.type != "cpu":
         geometry = replace(geometry, memory="device", device_index=device.index or 0)
+    config = link_config(args)
     transport = create_transport(
         "nixl",
-        pool=make_pool(geometry.pool_bytes, device, shared=maps_same_host(args)),
+        pool=make_pool(geometry.pool_bytes, device, shared=config.maps_same_host),
         geometry=geometry,
         epoch=epoch,
         agent_name=name,
-        backend=args.nixl_backend,
-        ucx_tls=args.ucx_tls,
-        map_same_host=maps_same_host(args),
+        backend=config.nixl_backend,
+        ucx=config.ucx_settings,
+        map_same_host=config.maps_same_host,
         convert_dtype=True,
         loop=asyncio.get_running_loop(),
     )
@@ -123,19 +127,6 @@ def make_transport(
         worker_id=WorkerId(name), role="prefill", epoch=epoch, transport="nixl", ranks=transport.describe()
     )
     return transport, identity
-
-
-def maps_same_host(args: argparse.Namespace) -> bool:
-    """As ``WorkerConfig`` says."""
-    return bool(args.kv_same_host == "map" and args.ucx_tls is None)
-
-
-def make_pool(num_bytes: int, device: torch.device, *, shared: bool = False) -> torch.Tensor:
-    return (
-        allocate_host_pool(num_bytes, shared=shared)
-        if device.type == "cpu"
-        else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    )
 
 
 def make_request(
@@ -149,15 +140,3 @@ def make_request(
         layer_start=0,
         layer_end=1,
     )
-
-
-def make_copy(source: Any, target: Any, remote_ids: Any, count: int) -> Callable[[], None]:
-    """One thread's copy of the same ranges into the same order: a memcpy a range, looped over in C."""
-    if remote_ids is None:
-        return lambda: np.copyto(target[:count], source[:count])
-    indices = remote_ids.astype(np.intp)
-
-    def gather() -> None:
-        np.take(source, indices, axis=0, out=target[:count], mode="clip")
-
-    return gather

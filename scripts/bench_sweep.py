@@ -17,17 +17,16 @@ from twopool.kv_transfer.memory import allocate_host_pool
 from twopool.protocol.endpoints import parse_tcp_address
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.messages import PeerIdentity
+from twopool.scripts.bench_copies import make_block_copy
+from twopool.scripts.bench_link_flags import link_config, link_in_words, memory_device
 from twopool.scripts.bench_pools import (
-    KIB,
-    MIB,
     TIMEOUT_S,
-    Row,
-    make_copy,
     make_geometry,
     make_request,
     make_transport,
     other_process,
 )
+from twopool.scripts.bench_rows import KIB, MIB, Row, make_row
 from twopool.scripts.bench_socket import socket_peer
 
 Receive = Callable[[int], None]
@@ -49,7 +48,8 @@ async def sweep(args: argparse.Namespace) -> list[Row]:
     async with other_process(args, geometries) as (process, identities):
         with contextlib.ExitStack() as stack:
             receive: Receive | None = None
-            if args.ucx_tls == "tcp":  # then what a plain socket reaches is the limit to compare with
+            # Over TCP, what a plain socket reaches is the limit to compare with.
+            if link_config(args).ucx_settings.get("UCX_TLS") == "tcp":
                 landing = allocate_host_pool(_totals(args)[-1]).numpy()
                 receive = stack.enter_context(socket_peer(landing, os.sched_getaffinity(process.pid)))
             for geometry, identity in zip(geometries, identities, strict=True):
@@ -65,9 +65,6 @@ async def _sweep_size(
     rounds = 7 if args.quick else 15
     transport, _ = make_transport(args, geometry, f"reader-{geometry.block_bytes}")
     link = await transport.connect(peer, timeout_s=TIMEOUT_S)
-    # Stands for the source's pool in the copies: another one of the same size, its pages touched.
-    shape = (geometry.num_blocks, geometry.block_bytes)
-    source, target = (allocate_host_pool(geometry.pool_bytes).numpy().reshape(shape) for _ in range(2))
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     for count in counts:
@@ -75,7 +72,9 @@ async def _sweep_size(
             local_ids = np.arange(count, dtype=np.int32)
             remote_ids = rng.permutation(count).astype(np.int32) if scattered else local_ids
             request = make_request(remote_ids, local_ids)
-            copy = make_copy(source, target, remote_ids if scattered else None, count)
+            copy = make_block_copy(
+                geometry.block_bytes, count, memory_device(args.device, "--device"), remote_ids if scattered else None
+            )
             num_bytes = count * geometry.block_bytes
             others = [copy]
             if receive is not None:
@@ -84,18 +83,17 @@ async def _sweep_size(
             seconds = statistics.median(report.transfer_s for report in reports)
             copy_seconds, *socket_seconds = map(statistics.median, elapsed)
             rows.append(
-                {
-                    "op": "read",
-                    "block_bytes": geometry.block_bytes,
-                    "num_blocks": count,
-                    "scattered": scattered,
-                    "num_posts": reports[0].num_posts,
-                    "seconds": seconds,
-                    "call_seconds": statistics.median(calls),
-                    "gb_per_s": num_bytes / seconds / 1e9,
-                    "memcpy_gb_per_s": num_bytes / copy_seconds / 1e9,
-                    "ratio": copy_seconds / seconds,
-                }
+                make_row(
+                    "read",
+                    block_bytes=geometry.block_bytes,
+                    num_blocks=count,
+                    scattered=scattered,
+                    seconds=seconds,
+                    num_bytes=num_bytes,
+                    copy_seconds=copy_seconds,
+                    num_posts=reports[0].num_posts,
+                    call_seconds=statistics.median(calls),
+                )
             )
             if socket_seconds:
                 rows[-1]["socket_gb_per_s"] = num_bytes / socket_seconds[0] / 1e9
@@ -148,6 +146,7 @@ async def serve(args: argparse.Namespace) -> None:
     host, port = parse_tcp_address(args.address, param="--address")
     async with await asyncio.start_server(answer, host, port) as server:
         print(f"serving {len(identities)} pools at {args.address}; stop with Ctrl-C", flush=True)
+        print(link_in_words(args), flush=True)
         await server.serve_forever()
 
 

@@ -23,19 +23,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import uvloop
-from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, FetchRequest, KvTransport, PeerLink
+from twopool.kv_transfer.interface import NUM_RESERVED_BLOCKS, FetchReport, FetchRequest, PeerLink
 from twopool.models.config import DecoderConfig
 from twopool.models.sharding import plan_shards
 from twopool.models.store import resolve_model
 from twopool.protocol.config import PrefillConfig
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.geometry import KvGeometry
-from twopool.protocol.messages import PeerIdentity
-from twopool.scripts.bench_pools import TIMEOUT_S, make_transport, other_process
+from twopool.scripts.bench_link_flags import add_device_flags, add_link_flags
+from twopool.scripts.bench_pools import TIMEOUT_S, other_process
+from twopool.scripts.bench_ranks import Reader, as_one_worker, deal_heads
 
 Pair = tuple[int, int]
 
@@ -52,32 +52,6 @@ class TransferFigure:
     milliseconds: float
     gb_per_s: float
     to_equal_degree: float
-
-
-class Reader:
-    """The ranks of one reader, in this process, and their links to every source."""
-
-    def __init__(self, transports: list[KvTransport]) -> None:
-        self._transports = transports
-        self._links: dict[int, list[PeerLink]] = {}
-
-    async def connect(self, degree: int, source: PeerIdentity) -> None:
-        self._links[degree] = [await transport.connect(source, timeout_s=TIMEOUT_S) for transport in self._transports]
-
-    async def read(self, degree: int, requests: list[FetchRequest]) -> tuple[float, list[FetchReport]]:
-        """Seconds that all ranks took for all requests, and what each reported."""
-        started = time.perf_counter()
-        handles = [
-            transport.fetch(link, request, timeout_s=TIMEOUT_S)
-            for transport, link in zip(self._transports, self._links[degree], strict=True)
-            for request in requests
-        ]
-        reports = [await handle.wait() for handle in handles]
-        return time.perf_counter() - started, reports
-
-    async def close(self) -> None:
-        for transport in self._transports:
-            await transport.close()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,9 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens read at a time")
     parser.add_argument("--layer-groups", type=int, default=1, help="READs a prompt's layers are split into")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds")
-    parser.add_argument("--nixl-backend", default="UCX", help="NIXL plugin")
-    parser.add_argument("--ucx-tls", help="UCX_TLS of both processes (default: UCX chooses)")
-    parser.add_argument("--kv-same-host", choices=("map", "nixl"), default="map", help="as the worker's flag")
+    add_link_flags(parser)
+    add_device_flags(parser, starts_source=True)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 
@@ -129,35 +102,41 @@ async def _measure(args: argparse.Namespace, config: DecoderConfig) -> list[Tran
     source_size, reader_size = args.block_sizes
     sources = {degree: _geometries(config, degree, source_size, args.tokens) for degree in args.degrees}
     flat = [geometry for geometries in sources.values() for geometry in geometries]
-    readers: dict[int, Reader] = {}
+    links: dict[Pair, tuple[Reader, PeerLink]] = {}
     async with other_process(args, flat) as (_, identities):
         offered = iter(identities)
-        peers = {degree: _worker([next(offered) for _ in ranks], degree) for degree, ranks in sources.items()}
-        for degree in args.degrees:
-            geometries = _geometries(config, degree, reader_size, args.tokens)
-            transports = [
-                make_transport(args, geometry, f"reader-{degree}.{rank}")[0] for rank, geometry in enumerate(geometries)
-            ]
-            readers[degree] = Reader(transports)
-            for source_degree, peer in peers.items():
-                await readers[degree].connect(source_degree, peer)
+        peers = {
+            degree: as_one_worker([next(offered) for _ in ranks], f"source-of-{degree}")
+            for degree, ranks in sources.items()
+        }
+        readers: list[Reader] = []
         try:
-            return await _rounds(args, config, readers)
+            for degree in args.degrees:
+                geometries = _geometries(config, degree, reader_size, args.tokens)
+                readers.append(reader := Reader.make(args, geometries, f"reader-{degree}"))
+                for source, peer in peers.items():
+                    links[source, degree] = (reader, await reader.transport.connect(peer, timeout_s=TIMEOUT_S))
+            return await _rounds(args, config, links)
         finally:
-            for reader in readers.values():
+            for reader in readers:
                 await reader.close()
 
 
-async def _rounds(args: argparse.Namespace, config: DecoderConfig, readers: dict[int, Reader]) -> list[TransferFigure]:
+async def _rounds(
+    args: argparse.Namespace, config: DecoderConfig, links: dict[Pair, tuple[Reader, PeerLink]]
+) -> list[TransferFigure]:
     requests = _requests(args, config.num_layers)
     pairs = [(source, reader) for reader in args.degrees for source in args.degrees]
     seconds: dict[Pair, list[float]] = defaultdict(list)
     reports: dict[Pair, list[FetchReport]] = {}
     for number in range(args.rounds + 1):
-        for source, reader in pairs:
-            taken, reports[source, reader] = await readers[reader].read(source, requests)
+        for pair in pairs:
+            reader, link = links[pair]
+            started = time.perf_counter()
+            handles = [reader.transport.fetch(link, request, timeout_s=TIMEOUT_S) for request in requests]
+            reports[pair] = [await handle.wait() for handle in handles]
             if number:  # the first round prepares lists and touches pages
-                seconds[source, reader].append(taken)
+                seconds[pair].append(time.perf_counter() - started)
     return [_figure(pair, seconds, reports[pair]) for pair in pairs]
 
 
@@ -181,27 +160,17 @@ def _figure(pair: Pair, seconds: dict[Pair, list[float]], reports: list[FetchRep
 
 def _geometries(config: DecoderConfig, degree: int, block_size: int, tokens: int) -> list[KvGeometry]:
     """The pools of a worker's ranks, each with room for the tokens."""
-    return [
-        KvGeometry(
-            num_blocks=-(-tokens // block_size) + NUM_RESERVED_BLOCKS,
-            block_size=block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            kv_head_start=part.kv_head_start,
-            num_kv_heads_local=part.num_kv_heads_local,
-            head_dim=config.head_dim,
-            dtype="bfloat16",
-            tp_rank=rank,
-            tp_size=degree,
-        )
-        for rank, part in enumerate(plan_shards(config, degree).parts)
-    ]
-
-
-def _worker(ranks: list[PeerIdentity], degree: int) -> PeerIdentity:
-    """One worker of the ranks that were offered one by one."""
-    pools = tuple(pool for rank in ranks for pool in rank.ranks)
-    return replace(ranks[0], worker_id=f"source-of-{degree}", ranks=pools)
+    plan_shards(config, degree)  # raises ConfigError for a degree that no worker has
+    pool = KvGeometry(
+        num_blocks=-(-tokens // block_size) + NUM_RESERVED_BLOCKS,
+        block_size=block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        num_kv_heads_local=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype="bfloat16",
+    )
+    return deal_heads(pool, degree)
 
 
 def _requests(args: argparse.Namespace, num_layers: int) -> list[FetchRequest]:

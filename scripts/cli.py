@@ -12,6 +12,7 @@ by the command that needs them: the router's process never loads torch.
 
 import argparse
 import gc
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -108,14 +109,14 @@ def _run_role(arguments: argparse.Namespace) -> int:
 
             return run_router(router_config, resolve_model(router_config.model))
         case "prefill":
-            prefill_config = from_namespace(PrefillConfig, arguments)
+            prefill_config = from_namespace(PrefillConfig, arguments).with_environment(os.environ)
             prefill_folder = resolve_model(prefill_config.model)  # a wrong name should not wait for torch's import
             with _loading_libraries():
                 from twopool.prefill.process import run_prefill
 
             return run_prefill(process_control.with_router(prefill_config, arguments), prefill_folder)
         case _:
-            decode_config = from_namespace(DecodeConfig, arguments)
+            decode_config = from_namespace(DecodeConfig, arguments).with_environment(os.environ)
             decode_folder = resolve_model(decode_config.model)
             with _loading_libraries():
                 from twopool.decode.process import run_decode

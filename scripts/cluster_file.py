@@ -126,13 +126,20 @@ def _values(path: Path, where: str, config: type, flags: _Flags, refused: Mappin
         if is_switch != isinstance(value, bool):
             expected = "true or false" if is_switch else "a value, not true or false"
             raise ConfigError(f"--file {path}: {where}.{name}: expected {expected}, got {value!r}", param="--file")
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        argv = [flag if value else f"--no-{flag.removeprefix('--')}"] if is_switch else [f"{flag}={text}"]
+        argv = [flag if value else f"--no-{flag.removeprefix('--')}"] if is_switch else _given(parser, flag, value)
         try:
             values |= vars(parser.parse_args(argv))
         except ValueError as error:
             raise ConfigError(f"--file {path}: {where}.{name}: {error}", param="--file") from error
     return values
+
+
+def _given(parser: "_Parser", flag: str, value: _Value) -> list[str]:
+    """A list is one flag for each item where the flag may be repeated, else its items with commas between them."""
+    items = value if isinstance(value, list) else [str(value)]
+    if isinstance(parser._option_string_actions[flag], argparse._AppendAction):
+        return [f"{flag}={item}" for item in items]
+    return [f"{flag}={','.join(map(str, items))}"]
 
 
 class _Parser(argparse.ArgumentParser):

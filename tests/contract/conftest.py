@@ -137,7 +137,8 @@ class World:
         if self.name == "local":
             inner = LocalAgent(name=unique_name, pool=pool, fabric=self.fabric)
         else:
-            inner = NixlAgent(name=unique_name, pool=pool, geometry=geometry, backend="UCX", ucx_tls=self.ucx_tls)
+            ucx = {} if self.ucx_tls is None else {"UCX_TLS": self.ucx_tls}
+            inner = NixlAgent(name=unique_name, pool=pool, geometry=geometry, backend="UCX", ucx=ucx)
             inner = GatheringAgent(inner)
             inner = MappingAgent(inner) if self.maps else inner
         agent = GatedAgent(inner)

@@ -104,6 +104,31 @@ async def test_unequal_tp_and_block_size(world: World, remote_size: int) -> None
             assert torch.equal(landed[head], kept)
 
 
+@pytest.mark.parametrize("remote_size", [16, 32])
+async def test_one_latent_head(world: World, remote_size: int) -> None:
+    """A pool as multi-head latent attention has it, from a rank of a peer whose ranks all hold the latent."""
+    latent = replace(GEOMETRY, num_kv_heads=1, num_kv_heads_local=1, num_planes=1)
+    reader = world.rank("d", latent)
+    remote = replace(latent, block_size=remote_size, tp_size=2)
+    sources = [world.rank("p", replace(remote, tp_rank=rank), epoch=Epoch(78)) for rank in range(2)]
+    link = await reader.transport.connect(sources[0].identity(sources[1]), timeout_s=TIMEOUT_S)
+    remote_ids, local_ids = np.array([9, 4][: 32 // remote_size], dtype=np.int32), np.array([3, 8], dtype=np.int32)
+    request = FetchRequest(
+        remote_block_ids=remote_ids,
+        local_block_ids=local_ids,
+        start_token=0,
+        end_token=32,
+        layer_start=1,
+        layer_end=4,
+    )
+    report = await reader.transport.fetch(link, request, timeout_s=TIMEOUT_S).wait()
+    assert report.num_bytes == 32 * 3 * latent.head_dim * 2
+    for token in range(32):
+        landed = reader.blocks[local_ids[token // 16], 0, 1:4, 0, token % 16]
+        kept = sources[0].blocks[remote_ids[token // remote_size], 0, 1:4, 0, token % remote_size]
+        assert torch.equal(landed, kept)
+
+
 async def test_two_workers_read_each_other_at_once(world: World, make_request: MakeRequest) -> None:
     first, second = world.rank("a", GEOMETRY), world.rank("b", GEOMETRY)
     links = await asyncio.gather(
@@ -177,8 +202,8 @@ async def test_stale_identity_is_refused(world: World) -> None:
 
 
 async def test_pools_that_do_not_map_are_refused_with_both_values(world: World) -> None:
-    source, reader = world.rank("p", replace(GEOMETRY, head_dim=16)), world.rank("d", GEOMETRY)
-    with pytest.raises(PairRefusedError, match="head_dim 8 here, 16 there"):
+    source, reader = world.rank("p", replace(GEOMETRY, num_planes=1, head_dim=16)), world.rank("d", GEOMETRY)
+    with pytest.raises(PairRefusedError, match="num_planes 2 here, 1 there; head_dim 8 here, 16 there"):
         await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
     other = replace(source.identity(), transport="pigeon")
     with pytest.raises(PairRefusedError, match=f"moves KV over pigeon, this worker over {world.name}"):

@@ -38,7 +38,7 @@ async def serve(config: dict[str, object]) -> None:
         epoch=epoch,
         agent_name=worker_id,
         map_same_host=maps,
-        ucx_tls=msgspec.convert(config["ucx_tls"], str | None),
+        ucx={} if config["ucx_tls"] is None else {"UCX_TLS": str(config["ucx_tls"])},
         loop=loop,
     )
     transport.expect_readers(bool(config["expect_readers"]))

@@ -31,9 +31,9 @@ def test_greedy_equals_transformers_cold_and_cached(pair: Cluster, reference: Re
     """X-pd-chunked-prefill-hang, X-pd-full-prefix-hit-d, PD-12, PD-24."""
     ids = prompt(length)
     expected = reference.greedy(ids, 20)
-    before = pair.settled_metric("twopool_kv_transfer_bytes_total")
+    before = pair.settled_metric("twopool_nixl_bytes_transferred_sum")
     assert pair.token_ids(ids, max_tokens=20) == expected
-    moved = pair.wait_metric_above("twopool_kv_transfer_bytes_total", before)
+    moved = pair.wait_metric_above("twopool_nixl_bytes_transferred_sum", before)
     assert moved - before == -(-length // BLOCK) * bytes_per_block()
     assert pair.token_ids(ids, max_tokens=20) == expected
     assert pair.token_ids(ids, max_tokens=20) == expected

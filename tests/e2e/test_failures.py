@@ -164,10 +164,10 @@ def test_a_worker_restarted_at_the_same_address(tiny_model: Path, reference: Ref
 
 def _moves_kv(cluster: Cluster, reference: Reference, ids: list[int]) -> bool:
     """Whether answering ``ids`` right moved KV."""
-    moved = cluster.metric_sum("twopool_kv_transfer_bytes_total")
+    moved = cluster.metric_sum("twopool_nixl_bytes_transferred_sum")
     assert cluster.token_ids(ids, max_tokens=5) == reference.greedy(ids, 5)
     time.sleep(0.6)  # a heartbeat
-    return cluster.metric_sum("twopool_kv_transfer_bytes_total") > moved
+    return cluster.metric_sum("twopool_nixl_bytes_transferred_sum") > moved
 
 
 def test_a_stopped_decode_worker_catches_up_or_is_replaced(

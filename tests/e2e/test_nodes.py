@@ -96,7 +96,7 @@ def both(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_two_nodes_on_either_side(both: Cluster, reference: Reference) -> None:
     check(both, reference, [1, 17, 3 * CHUNK + 7])
     assert both.metric_sum("twopool_kv_verified_bytes_total") > 0
-    assert both.metric_sum("twopool_kv_transfer_failures_total") == 0
+    assert both.metric_sum("twopool_nixl_num_failed_transfers_total") == 0
     for name in ("prefill-0", "decode-0"):
         ready = both.nodes[name][0].wait_announced()
         assert (ready["event"], ready["worker_id"], ready["node_rank"]) == ("ready", name, 1)

@@ -53,11 +53,11 @@ def expected(model: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def test_greedy_ids_equal_transformers(served: Cluster, expected: list[tuple[list[int], list[int]]]) -> None:
-    before = served.metric_sum("twopool_kv_transfer_bytes_total")
+    before = served.metric_sum("twopool_nixl_bytes_transferred_sum")
     for prompt_ids, greedy_ids in expected:
         assert served.token_ids(prompt_ids, max_tokens=NUM_TOKENS) == greedy_ids
         assert served.token_ids(prompt_ids, max_tokens=NUM_TOKENS) == greedy_ids
-    assert served.wait_metric_above("twopool_kv_transfer_bytes_total", before) > before
+    assert served.wait_metric_above("twopool_nixl_bytes_transferred_sum", before) > before
 
 
 def test_the_openai_client_gets_the_same_text(

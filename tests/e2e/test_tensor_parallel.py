@@ -34,7 +34,7 @@ def degrees(prefill: int, decode: int, block_sizes: tuple[int, int] = (16, 16)) 
 
 def check(cluster: Cluster, reference: Reference, lengths: list[int], num_tokens: int = 16) -> None:
     """Cold, cached, several at once; then what moved, and that nothing stays held."""
-    moved = cluster.metric_sum("twopool_kv_transfer_bytes_total")
+    moved = cluster.metric_sum("twopool_nixl_bytes_transferred_sum")
     for length in lengths:
         ids = prompt(length)
         expected = reference.greedy(ids, num_tokens)
@@ -51,7 +51,7 @@ def check(cluster: Cluster, reference: Reference, lengths: list[int], num_tokens
     # Whole blocks of both sides.
     whole = {(longest - 1) // size * size for size in (16, 32, 64)}
     assert usage["prompt_tokens_details"]["cached_tokens"] in whole - {0}
-    assert cluster.wait_metric_above("twopool_kv_transfer_bytes_total", moved) > moved
+    assert cluster.wait_metric_above("twopool_nixl_bytes_transferred_sum", moved) > moved
     cluster.assert_balanced()
 
 
@@ -68,7 +68,7 @@ def test_two_ranks_prefill_and_three_decode(uneven: Cluster, reference: Referenc
     """The slice of the matrix below that every run takes: uneven, replicated, unequal blocks, checksums compared."""
     check(uneven, reference, [1, 16, 100, 3 * CHUNK + 7])
     assert uneven.metric_sum("twopool_kv_verified_bytes_total") > 0
-    assert uneven.metric_sum("twopool_kv_transfer_failures_total") == 0
+    assert uneven.metric_sum("twopool_nixl_num_failed_transfers_total") == 0
     stack = uneven.client.get("/version").json()["stack"]
     assert [stack[role][0]["tensor_parallel_size"] for role in ("prefill", "decode")] == [2, 3]
 

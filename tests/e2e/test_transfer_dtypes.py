@@ -23,9 +23,9 @@ def test_converted_where_asked_for(tiny_model: Path, tmp_path: Path) -> None:
         answers = [cluster.token_ids(prompt(seed), max_tokens=8) for seed in (1, 2, 1)]
         assert all(len(answer) == 8 for answer in answers) and answers[0] == answers[2]
         moved = cluster.wait_metric_above("twopool_kv_converted_bytes_total", 0)
-        assert moved == cluster.metric_sum("twopool_kv_transfer_bytes_total")
+        assert moved == cluster.metric_sum("twopool_nixl_bytes_transferred_sum")
         assert cluster.metric_sum("twopool_kv_verified_bytes_total") > 0
-        assert cluster.metric_sum("twopool_kv_transfer_failures_total") == 0
+        assert cluster.metric_sum("twopool_nixl_num_failed_transfers_total") == 0
         cluster.assert_balanced()
     assert "is converted from float32 to bfloat16" in (tmp_path / "decode-0.log").read_text()
 
@@ -39,6 +39,6 @@ def test_refused_by_default(tiny_model: Path, tmp_path: Path) -> None:
         cluster.start_worker("prefill-0", *DTYPES["prefill-0"])
         assert len(cluster.token_ids(prompt(1), max_tokens=8)) == 8, "decode computes the prompt itself"
         cluster.wait_metric_above("twopool_kv_handshakes_refused_total", 3, timeout_s=20)  # and tried again
-        assert cluster.metric_sum("twopool_kv_transfer_bytes_total") == 0
+        assert cluster.metric_sum("twopool_nixl_bytes_transferred_sum") == 0
     assert "dtype bfloat16 here, float32 there" in (tmp_path / "decode-0.log").read_text()
     assert (tmp_path / "prefill-0.log").read_text().count("left within the handshake") == 1

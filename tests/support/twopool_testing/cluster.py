@@ -211,8 +211,13 @@ class Cluster:
         return samples
 
     def metric_sum(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        return sum(value for key, value in self.metrics().items() if key == name or key.startswith(name + "{"))
+        """Sum of a metric over its labels; ``KeyError`` if no such metric is exported, with series or without."""
+        text = self.client.get("/metrics").text
+        stem = name.removesuffix("_sum").removesuffix("_count")
+        if not any(f"# TYPE {family} " in text for family in (name, stem)):
+            raise KeyError(name)
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, values))
 
     def wait_metric(self, name: str, value: float, timeout_s: float = 20.0) -> None:
         """Until the sum of ``name`` over its labels is ``value``."""

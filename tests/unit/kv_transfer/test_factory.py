@@ -107,7 +107,16 @@ async def test_only_host_memory_is_filled_from_mappings(
 async def test_ucx_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "all")  # restored afterwards
     with pytest.raises(ConfigError, match="UCX_TLS=no_such_transport"):
-        create("nixl", ucx_tls="no_such_transport")
+        create("nixl", ucx={"UCX_TLS": "no_such_transport"})
+
+
+async def test_ucx_settings_that_ucx_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_TCP_TX_SEGSIZE", "UCX_RNDV_THRESH"):
+        monkeypatch.setenv(name, "64k")  # removed afterwards
+    with pytest.raises(ConfigError, match=r"--ucx UCX_TCP_TX_SEGSIZE=64k: .* but UCX_TCP_TX_SEG_SIZE$"):
+        create("nixl", ucx={"UCX_TCP_TX_SEGSIZE": "64k"})
+    transport = create("nixl", ucx={"UCX_RNDV_THRESH": "64k"})
+    await transport.close()
 
 
 def test_host_pool_is_zeroed_and_aligned() -> None:

@@ -95,7 +95,7 @@ def plain_copy(
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[KvGeometry, list[KvGeometry], FetchRequest]:
     base = geometry(num_kv_heads=(heads := draw(st.sampled_from([1, 2, 3, 4, 6]))), num_kv_heads_local=heads)
-    base = replace(base, num_layers=draw(st.integers(1, 3)))
+    base = replace(base, num_layers=draw(st.integers(1, 3)), num_planes=draw(st.sampled_from([1, 2])))
     local_size, remote_size = draw(st.sampled_from([(4, 4), (4, 4), (2, 4), (4, 2), (2, 8), (8, 2), (1, 4)]))
     local = draw(st.sampled_from(ranks_of(replace(base, block_size=local_size), draw(st.integers(1, 8)))))
     remotes = ranks_of(replace(base, block_size=remote_size), draw(st.integers(1, 8)))
@@ -122,7 +122,9 @@ def cases(draw: st.DrawFn) -> tuple[KvGeometry, list[KvGeometry], FetchRequest]:
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_plan_equals_plain_copy(case: tuple[KvGeometry, list[KvGeometry], FetchRequest]) -> None:
-    """PD-22: unequal TP with heads that do not divide, replicas, unequal block sizes, layer groups, part blocks."""
+    """PD-22: unequal TP with heads that do not divide, replicas, unequal block sizes, layer groups, part blocks, K and
+    V or one latent for both.
+    """
     local, remotes, request = case
     plan = plan_layout(local, remotes)
     plan.check(request)
@@ -136,7 +138,7 @@ def test_plan_equals_plain_copy(case: tuple[KvGeometry, list[KvGeometry], FetchR
     small = min(local.block_size, remotes[0].block_size)
     num_tokens = -(-request.end_token // small) * small - request.start_token // small * small
     layers = request.layer_end - request.layer_start
-    assert num_bytes == num_tokens * layers * local.num_kv_heads_local * 2 * local.head_dim * 4
+    assert num_bytes == num_tokens * layers * local.num_kv_heads_local * local.num_planes * local.head_dim * 4
 
 
 def whole(num_blocks: int, remote_ids: list[int], local_ids: list[int], **changes: int) -> FetchRequest:
@@ -162,6 +164,17 @@ def test_unequal_tp_is_one_run_per_block_and_rank() -> None:
     assert [runs.num_ranges for runs in plan.runs(whole(3, [1, 2, 3], [1, 2, 3]))] == [3, 3]
 
 
+def test_a_latent_is_half_of_keys_and_values_and_every_rank_of_a_peer_has_it() -> None:
+    """Multi-head latent attention: one head of one plane, whole on each rank; a reader takes it from one of them."""
+    latent = geometry(num_kv_heads=1, num_kv_heads_local=1, num_planes=1, head_dim=6)
+    assert latent.shape == (NUM_BLOCKS, 1, 3, 1, 4, 6) and latent.block_bytes == 3 * 4 * 6 * 4
+    (read,) = plan_layout(latent, ranks_of(latent, 4)).runs(whole(2, [1, 5], [0, 3]))
+    assert read.num_bytes == 2 * latent.block_bytes and read.num_ranges == 2
+    large = replace(latent, block_size=8)
+    (split,) = plan_layout(latent, [large]).runs(whole(2, [1], [0, 3]))
+    assert split.local.length == 4 * 6 * 4 and split.num_ranges == 2 * 3  # a run a small block and layer
+
+
 def test_replicas_are_read_evenly() -> None:
     """Eight ranks with one KV head read from four ranks that all hold it: two readers each."""
     base = geometry(num_kv_heads=1, num_kv_heads_local=1)
@@ -172,7 +185,14 @@ def test_replicas_are_read_evenly() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("head_dim", 4), ("num_layers", 5), ("num_kv_heads", 6), ("dtype", "float16"), ("granule_order", "amx")],
+    [
+        ("head_dim", 4),
+        ("num_layers", 5),
+        ("num_kv_heads", 6),
+        ("num_planes", 1),
+        ("dtype", "float16"),
+        ("granule_order", "amx"),
+    ],
 )
 def test_mismatch_names_both_values(field: str, value: object) -> None:
     remote = geometry(**{field: value})

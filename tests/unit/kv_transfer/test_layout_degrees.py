@@ -20,7 +20,7 @@ START, END = 20, 100
 Pool = npt.NDArray[np.float32]
 
 
-def geometry(num_kv_heads: int, block_size: int) -> KvGeometry:
+def geometry(num_kv_heads: int, block_size: int, num_planes: int = 2) -> KvGeometry:
     return KvGeometry(
         num_blocks=-(-NUM_TOKENS // block_size) + 3 + NUM_RESERVED_BLOCKS,
         block_size=block_size,
@@ -29,6 +29,7 @@ def geometry(num_kv_heads: int, block_size: int) -> KvGeometry:
         num_kv_heads_local=num_kv_heads,
         head_dim=1,
         dtype="float32",
+        num_planes=num_planes,
     )
 
 
@@ -66,7 +67,7 @@ def filled(pool: KvGeometry, table: npt.NDArray[np.int32]) -> Pool:
     """A rank's pool that holds all tokens, written cell by cell."""
     memory = np.zeros(pool.shape, dtype=np.float32)
     token = np.arange(NUM_TOKENS)
-    for head, layer, which in product(range(pool.num_kv_heads_local), range(pool.num_layers), range(2)):
+    for head, layer, which in product(range(pool.num_kv_heads_local), range(pool.num_layers), range(pool.num_planes)):
         memory[table[token // pool.block_size], head, layer, which, token % pool.block_size, 0] = value(
             pool.kv_head_start + head, layer, which, token
         )
@@ -108,15 +109,15 @@ def check(plan: LayoutPlan, sources: list[Pool], layers: tuple[int, int]) -> Non
     np.testing.assert_array_equal(landed, expected)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("num_kv_heads", "num_planes"), [(1, 1), (1, 2), (2, 2), (3, 2), (5, 2), (8, 2)])
 @pytest.mark.parametrize("reader", DEGREES)
 @pytest.mark.parametrize("source", DEGREES)
-def test_every_geometry(source: int, reader: int, num_kv_heads: int) -> None:
+def test_every_geometry(source: int, reader: int, num_kv_heads: int, num_planes: int) -> None:
     """PD-22: against a reference that writes cell by cell; a range read from one rank is one run of heads."""
     for source_size, reader_size in product(BLOCK_SIZES, BLOCK_SIZES):
-        remotes = ranks_of(geometry(num_kv_heads, source_size), source)
+        remotes = ranks_of(geometry(num_kv_heads, source_size, num_planes), source)
         pools = [filled(remote, block_table(remote, 1)) for remote in remotes]
-        for local in ranks_of(geometry(num_kv_heads, reader_size), reader):
+        for local in ranks_of(geometry(num_kv_heads, reader_size, num_planes), reader):
             plan = plan_layout(local, remotes)
             assert len(plan.head_runs) == len(plan.ranks)
             for layers in ((0, 2), (1, 2)):

@@ -11,6 +11,7 @@ from twopool.models.sharding import (
     MAX_RANKS,
     RankPart,
     Shard,
+    kv_head_ranges,
     largest_degree,
     plan_shards,
     segment_bytes,
@@ -46,6 +47,12 @@ def _joined(parts: list[range]) -> range:
         assert left.stop == right.start
     assert all(len(part) > 0 for part in parts)
     return range(parts[0].start, parts[-1].stop)
+
+
+@given(geometries())
+def test_kv_heads_of_ranks_are_those_of_their_parts(geometry: tuple[DecoderConfig, int]) -> None:
+    config, size = geometry
+    assert kv_head_ranges(config.num_kv_heads, size) == [part.kv_heads for part in plan_shards(config, size).parts]
 
 
 @given(geometries())

@@ -40,6 +40,37 @@ def test_flags_are_read() -> None:
     assert config.fault_points == Path("file")
 
 
+def test_settings_of_ucx() -> None:
+    config = parse(DecodeConfig, "--ucx", "UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1", "--ucx=UCX_IB_SL=3", "--ucx-tls", "rc")
+    assert isinstance(config, WorkerConfig)
+    assert config.ucx_settings == {"UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1", "UCX_IB_SL": "3", "UCX_TLS": "rc"}
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "maps"),
+    [
+        ((), {}, True),
+        (("--ucx", "UCX_IB_SL=3"), {}, True),
+        (("--ucx-tls", "tcp"), {}, False),
+        (("--ucx", "UCX_TLS=tcp"), {}, False),
+        ((), {"UCX_TLS": "tcp"}, False),
+        (("--nixl-backend", "LIBFABRIC"), {}, False),
+        (("--kv-same-host", "nixl"), {}, False),
+    ],
+)
+def test_whoever_names_what_is_underneath_gets_it(args: tuple[str, ...], environ: dict[str, str], maps: bool) -> None:
+    config = parse(DecodeConfig, *args)
+    assert isinstance(config, WorkerConfig)
+    assert config.with_environment(environ).maps_same_host == maps
+
+
+@pytest.mark.parametrize("args", [("--ucx-tls", "rc"), ("--ucx", "UCX_TLS=rc")])
+def test_flags_say_more_than_the_environment(args: tuple[str, ...]) -> None:
+    config = parse(DecodeConfig, *args)
+    assert isinstance(config, WorkerConfig)
+    assert config.with_environment({"UCX_TLS": "tcp"}).ucx_settings == {"UCX_TLS": "rc"}
+
+
 TWO_NODES = ("--tensor-parallel-size", "2", "--nnodes", "2")
 
 
@@ -49,6 +80,11 @@ TWO_NODES = ("--tensor-parallel-size", "2", "--nnodes", "2")
         (("--block-size", "24"), "--block-size", "24"),
         (("--block-size", "8"), "--block-size", "8"),
         (("--port", "70000"), "--port", "70000"),
+        (("--ucx", "UCX_IB_SL"), "--ucx", "UCX_IB_SL"),
+        (("--ucx", "UCX_IB_SL="), "--ucx", "UCX_IB_SL="),
+        (("--ucx", "LD_PRELOAD=x"), "--ucx", "LD_PRELOAD=x"),
+        (("--ucx", "UCX_IB_SL=1", "--ucx", "UCX_IB_SL=1"), "--ucx", "UCX_IB_SL"),
+        (("--ucx", "UCX_TLS=rc", "--ucx-tls", "tcp"), "--ucx", "tcp"),
         (("--max-num-seqs", "0"), "--max-num-seqs", "0"),
         (("--kv-cache-memory", "-1"), "--kv-cache-memory", "-1"),
         (("--packed-weights-bytes", "-1"), "--packed-weights-bytes", "-1"),

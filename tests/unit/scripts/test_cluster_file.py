@@ -65,13 +65,14 @@ def test_values_of_every_kind(plan_of: PlanOf) -> None:
     text = """
 router: {served-model-name: [a, b], max_queue_wait_s: 1.5}
 workers: {enable-prefix-caching: false, gpu_memory_utilization: 0.5, local_prefill: true, ucx-tls: tcp}
-pools: [{role: decode, device: cpu}]
+pools: [{role: decode, device: cpu, flags: {ucx: ['UCX_NET_DEVICES=a,b', UCX_IB_SL=3]}}]
 """
     made = plan_of(text)
     router, _ = read_back(made.router_spec, RouterConfig)
     assert (router.served_model_name, router.max_queue_wait_s) == (("a", "b"), 1.5)
     ((config, _),) = workers(made)
     assert (config.enable_prefix_caching, config.local_prefill, config.ucx_tls) == (False, True, "tcp")
+    assert config.ucx == ("UCX_NET_DEVICES=a,b", "UCX_IB_SL=3")
 
 
 def test_ranks_take_gpus_in_turn(plan_of: PlanOf) -> None:

@@ -53,6 +53,7 @@ def test_shared_flags_go_to_all_and_addresses_to_the_router(plan: Callable[..., 
         *("--host=127.0.0.2", "--port=9000", "--control-port=9001", "--model=some/model", "--served-model-name=a,b"),
         *("--dtype=float32", "--no-enable-prefix-caching", "--max-model-len=100", "--drain-timeout-s=1.5"),
         *("--fault-points=faults", "--ucx-tls=^shm", f"--api-key-file={tmp_path}", "--log-format=json"),
+        *("--ucx=UCX_NET_DEVICES=a:1,b:1", "--ucx", "UCX_IB_SL=3"),
         "--kv-cache-memory=1000000",
     )
     router, _ = read_back(made.router_spec, RouterConfig)
@@ -70,6 +71,7 @@ def test_shared_flags_go_to_all_and_addresses_to_the_router(plan: Callable[..., 
     for config, _ in workers(made):
         assert (config.host, config.port, config.model, config.dtype) == ("127.0.0.1", 0, "some/model", "float32")
         assert (config.max_model_len, config.enable_prefix_caching, config.ucx_tls) == (100, False, "^shm")
+        assert config.ucx_settings == {"UCX_NET_DEVICES": "a:1,b:1", "UCX_IB_SL": "3", "UCX_TLS": "^shm"}
         assert config.fault_points == Path("faults")
         assert (config.log_format, config.kv_cache_memory, config.drain_timeout_s) == ("json", 1000000, 1.5)
 
