@@ -63,10 +63,11 @@ class Gap:
 class Flight:
     """A request and where it stands. ``order`` is its place among all requests, by arrival.
 
-    ``queued_s`` is when it came to wait for its present or next attempt. ``source`` is the worker whose deltas are
-    being accepted, ``taken_over`` whether the decode worker has sent one in this attempt (from then on the prefill
-    worker no longer matters). ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame.
-    ``wait_until_s`` bounds the present wait for a worker. ``lane`` is open where there is one.
+    ``submitted_s`` is when it came, ``queued_s`` when it began to wait for its present or next attempt, ``waited_s``
+    how long its waits that are over took. ``source`` is the worker whose deltas are being accepted, ``taken_over``
+    whether the decode worker has sent one in this attempt (from then on the prefill worker no longer matters).
+    ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame. ``wait_until_s`` bounds the
+    present wait for a worker. ``lane`` is open where there is one.
     """
 
     request: RoutedRequest
@@ -75,7 +76,9 @@ class Flight:
     deadline_s: float
     choices: list[ChoiceProgress]
     num_open: int
+    submitted_s: float = 0.0
     queued_s: float = 0.0
+    waited_s: float = 0.0
     wait_until_s: float | None = None
     phase: Phase = Phase.QUEUED
     attempt: Attempt | None = None

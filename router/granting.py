@@ -60,6 +60,8 @@ class Granting:
         if flight.wait_until_s is None:
             longest = self._config.resume_timeout_s if flight.started else self._config.max_queue_wait_s
             flight.wait_until_s = now_s + longest
+        if flight.attempt is None:
+            flight.submitted_s = now_s
         flight.queued_s = now_s
         self._queue.add(flight)
 
@@ -110,6 +112,7 @@ class Granting:
         self._queue.remove(flight)
         if flight.attempt is None:
             self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
+        flight.waited_s += max(now_s - flight.queued_s, 0.0)
         flight.begin_attempt(pairing, decode, prefill)
         for candidate in (pairing.decode, pairing.prefill):
             if candidate is not None:
@@ -126,7 +129,8 @@ class Granting:
                 attempt=flight.attempt,
                 decode=decode.worker_id,
                 prefill=prefill.worker_id if prefill is not None else None,
-                queued_s=max(now_s - flight.queued_s, 0.0),
+                queued_s=flight.waited_s,
+                retried_s=max(now_s - flight.submitted_s - flight.waited_s, 0.0),
                 at_s=self._clock(),
             )
         )

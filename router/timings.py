@@ -18,6 +18,7 @@ PHASES = (
     "tokenize",
     "route",
     "queue",
+    "retry",
     "prefill_queue",
     "prefill",
     "first_token_delivery",
@@ -26,9 +27,10 @@ PHASES = (
     "handover",
     "decode",
 )
-"""The names that figures and metrics use. The first seven sum to the TTFT."""
+"""The names that figures and metrics use."""
 
-_NUM_BEFORE_FIRST = 7
+BEFORE_FIRST = PHASES[:8]
+"""Those that sum to the TTFT; each is there at most once."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -40,12 +42,15 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """An attempt's workers. ``queued_s`` is how long the request waited for it, ``at_s`` when it had been sent."""
+    """An attempt's workers. ``queued_s`` is how long the request has waited for workers, all waits together,
+    ``retried_s`` how long it was with workers that came to nothing, ``at_s`` when this attempt had been sent.
+    """
 
     attempt: int
     decode: WorkerId
     prefill: WorkerId | None
     queued_s: float
+    retried_s: float
     at_s: float
 
 
@@ -88,8 +93,10 @@ class Timeline:
         parts["tokenize"] = max(0.0, arrival.prepared_s - arrival.received_s)
         if grant is None or ttft_s is None:
             return parts
-        parts["route"] = max(0.0, grant.at_s - arrival.prepared_s - grant.queued_s)
+        parts["route"] = max(0.0, grant.at_s - arrival.prepared_s - grant.queued_s - grant.retried_s)
         parts["queue"] = grant.queued_s
+        if grant.attempt:
+            parts["retry"] = grant.retried_s
         left_s = max(0.0, arrival.began_s + ttft_s - grant.at_s)
         if self.prefill is not None:
             parts["prefill_queue"] = min(left_s, self.prefill.queue_s)
