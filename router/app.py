@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import ModelNotFoundError, NotFoundError, TwopoolError, UnavailableError
-from twopool.router import openapi, text_api
+from twopool.router import openapi, text_api, timing_headers
 from twopool.router.auth import ApiKeys
 from twopool.router.generate_api import GenerateApi
 from twopool.router.http_edge import HttpEdge
@@ -66,7 +66,7 @@ class RouterApp:
                 allow_origins=config.cors_allow_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", "server-timing", "x-prefill-worker", "x-decode-worker", "retry-after"),
+                expose_headers=("x-request-id", "retry-after", *timing_headers.NAMES),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

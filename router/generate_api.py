@@ -23,7 +23,8 @@ from twopool.router.prepared_request import PreparedRequest, RequestLimits, prep
 from twopool.router.request_body import read_body
 from twopool.router.responses import WholeChoice, whole_answer
 from twopool.router.stream_answer import StreamAnswer
-from twopool.router.timings import Arrival, timing_headers
+from twopool.router.timing_headers import timing_headers
+from twopool.router.timings import Arrival
 from twopool.router.token_lane import WriteBatcher
 
 _INLINE_BODY_BYTES = 16 * 1024
@@ -140,7 +141,7 @@ class GenerateApi:
         table = self._model.tokenizer.table
         body = whole_answer(prepared.head, choices, generation.usage, table, timings=timings)
         response = Response(body, media_type="application/json")
-        response.raw_headers.extend(timing_headers(generation.timelines))
+        response.raw_headers.extend(timing_headers(generation.timelines, is_whole=True))
         return response
 
 

@@ -19,7 +19,7 @@ from twopool.router.generation import Generation
 from twopool.router.http_errors import error_body
 from twopool.router.http_protocol import ClientConnection
 from twopool.router.responses import DONE_EVENT, AnswerHead, EventWriter, Usage, error_event
-from twopool.router.timings import timing_headers
+from twopool.router.timing_headers import timing_headers
 from twopool.router.token_lane import TokenLane, WriteBatcher
 
 _HEADERS = [
@@ -130,7 +130,7 @@ class StreamAnswer:
             self._connection.watch(self._on_lost)
             self._is_chunked = self._connection.begin_stream()
             self._is_plain = self._is_plain and self._is_chunked  # chunks are all that a lane can write
-            headers = [*_HEADERS, *timing_headers(self._generation.timelines)]
+            headers = [*_HEADERS, *timing_headers(self._generation.timelines, is_whole=False)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._is_open = True
             self.flush()

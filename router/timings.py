@@ -53,6 +53,11 @@ class Grant(msgspec.Struct, frozen=True):
     retried_s: float
     at_s: float
 
+    @property
+    def prefilled_by(self) -> WorkerId:
+        """A decode worker may prefill for itself."""
+        return self.decode if self.prefill is None else self.prefill
+
 
 @dataclass(slots=True)
 class Timeline:
@@ -78,6 +83,20 @@ class Timeline:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the prefill found in a prefix cache."""
         return 0 if self.prefill is None else self.prefill.cached_tokens
+
+    @property
+    def num_bytes_moved(self) -> int:
+        """Bytes of KV that travelled."""
+        return 0 if self.handover is None else self.handover.num_bytes
+
+    def cached_by_source(self) -> dict[str, int]:
+        """Prompt tokens that were in the prefill worker's cache, in a peer's, in the decode worker's."""
+        peer_tokens = 0 if self.prefill is None else self.prefill.peer_tokens
+        return {
+            "prefill": self.num_cached_tokens - peer_tokens,
+            "peer": peer_tokens,
+            "decode": 0 if self.handover is None else self.handover.held_tokens,
+        }
 
     @property
     def ttft_s(self) -> float | None:
@@ -113,49 +132,31 @@ class Timeline:
                 parts["decode"] = max(0.0, self.last_s - self.first_s)
         return parts
 
+    def totals(self) -> dict[str, float]:
+        """Seconds of what spans several phases, as far as it is over."""
+        totals: dict[str, float] = {}
+        ttft_s = self.ttft_s
+        if ttft_s is not None:
+            totals["ttft"] = ttft_s
+        if self.last_s is not None:
+            totals["total"] = max(0.0, self.last_s - self.arrival.began_s)
+        if self.handover is not None:
+            totals["transfer"] = self.handover.transfer_s
+        return totals
+
     def to_json(self) -> dict[str, Any]:
         """What an answer carries on request; times in milliseconds."""
-        seconds = self.seconds()
+        seconds, totals, grant = self.seconds(), self.totals(), self.last_grant
         figures: dict[str, Any] = {f"{name}_ms": _ms(seconds[name]) for name in PHASES if name in seconds}
-        ttft_s, handover, grant = self.ttft_s, self.handover, self.last_grant
-        figures["ttft_ms"] = None if ttft_s is None else _ms(ttft_s)
-        if self.last_s is not None:
-            figures["total_ms"] = _ms(max(0.0, self.last_s - self.arrival.began_s))
-        if handover is not None:
-            figures["transfer_ms"] = _ms(handover.transfer_s)
-        figures["kv_bytes_moved"] = 0 if handover is None else handover.num_bytes
-        peer_tokens = 0 if self.prefill is None else self.prefill.peer_tokens
-        figures["cached_tokens"] = {
-            "prefill": self.num_cached_tokens - peer_tokens,
-            "peer": peer_tokens,
-            "decode": 0 if handover is None else handover.held_tokens,
-        }
+        figures["ttft_ms"] = None
+        figures |= {f"{name}_ms": _ms(value) for name, value in totals.items()}
+        figures["kv_bytes_moved"] = self.num_bytes_moved
+        figures["cached_tokens"] = self.cached_by_source()
         if grant is not None:
             figures["attempts"] = grant.attempt + 1
             figures["decode_worker"] = grant.decode
-            figures["prefill_worker"] = grant.prefill if grant.prefill is not None else grant.decode
+            figures["prefill_worker"] = grant.prefilled_by
         return figures
-
-    def server_timing(self) -> bytes:
-        """The value of a ``Server-Timing`` header; durations in milliseconds."""
-        entries = [*self.seconds().items()]
-        ttft_s = self.ttft_s
-        if ttft_s is not None:
-            entries.append(("ttft", ttft_s))
-        return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in entries]).encode()
-
-
-def timing_headers(timelines: list[Timeline]) -> list[tuple[bytes, bytes]]:
-    """Response headers of an answer: ``Server-Timing``, and who served it. Of several prompts, the first."""
-    if not timelines:
-        return []
-    first = timelines[0]
-    headers = [(b"server-timing", first.server_timing())]
-    grant = first.last_grant
-    if grant is not None:
-        prefill = grant.prefill if grant.prefill is not None else grant.decode
-        headers += [(b"x-prefill-worker", prefill.encode()), (b"x-decode-worker", grant.decode.encode())]
-    return headers
 
 
 def _ms(seconds: float) -> float:

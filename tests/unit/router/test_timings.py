@@ -222,6 +222,49 @@ def test_the_fingerprint_names_the_stack_of_both_sides() -> None:
     json.dumps(stack)
 
 
+HANDOVER = HandoverReport(
+    num_bytes=4096, num_ranges=1, num_posts=1, transfer_s=0.3, exposed_s=0.1, hidden_s=0.2, held_tokens=32
+)
+
+
+async def test_plain_answers_carry_the_figures_in_headers(tiny_model: ModelInfo) -> None:
+    """The same as the body: by its numbers nobody can tell which of the two was read."""
+    async with running_server(tiny_model, _granting(HANDOVER), cors_allow_origins=("*",)) as server:
+        response = await server.post(
+            "/v1/completions", {"prompt": "hi", "max_tokens": 3, "timings": True}, origin="http://page.example"
+        )
+        timings, headers = response.json()["timings"], response.headers
+        entries = dict(entry.split(";dur=") for entry in headers["server-timing"].split(", "))
+        in_body = {name.removesuffix("_ms"): value for name, value in timings.items() if name.endswith("_ms")}
+        assert {name: float(value) for name, value in entries.items()} == in_body
+        assert {"transfer", "transfer_hidden", "transfer_exposed", "ttft", "total"} <= entries.keys()
+        assert headers["x-kv-bytes-moved"] == str(timings["kv_bytes_moved"]) == "4096"
+        assert headers["x-cached-tokens"] == "prefill=0;peer=0;decode=32"
+        assert timings["cached_tokens"] == {"prefill": 0, "peer": 0, "decode": 32}
+        assert headers["x-attempts"] == str(timings["attempts"]) == "1"
+        exposed = {name.strip().lower() for name in headers["access-control-expose-headers"].split(",")}
+        assert {name for name in headers if name.startswith("x-")} | {"server-timing"} <= exposed
+
+
+async def test_headers_name_the_first_prompts_in_order(tiny_model: ModelInfo) -> None:
+    async with running_server(tiny_model, _granting(HANDOVER)) as server:
+        headers = (await server.complete(["a", "b"], max_tokens=3)).headers
+        assert (headers["x-decode-worker"], headers["x-kv-bytes-moved"]) == ("d9, d9", "4096, 4096")
+        for prompt in ("prompt-0", "prompt-1"):
+            assert headers["server-timing"].count(f";desc={prompt}") == headers["server-timing"].count("dur=") / 2 > 0
+        many = (await server.complete(["a"] * 100, max_tokens=1)).headers
+        assert many["x-prefill-worker"] == "p9, p9, p9, p9"
+        assert sum(len(name) + len(value) + 4 for name, value in many.items()) < 4096
+
+
+async def test_headers_of_a_stream_do_not_claim_what_is_not_over(tiny_model: ModelInfo) -> None:
+    async with running_server(tiny_model, _granting(HANDOVER)) as server:
+        headers = (await server.complete(max_tokens=3, stream=True)).headers
+        assert headers["x-decode-worker"] == "d9"
+        assert not {"x-kv-bytes-moved", "x-cached-tokens"} & set(headers)
+        assert "total;" not in headers["server-timing"]
+
+
 def _time_a_stream(port: int) -> tuple[float, dict[str, Any]]:
     """Milliseconds from the first byte sent, long before the rest, to the first event; and the router's figures."""
     request = raw_request(
@@ -250,6 +293,8 @@ def _time_a_stream(port: int) -> tuple[float, dict[str, Any]]:
 
 
 class _GrantingDispatcher(FakeDispatcher):
+    """Grants what it is asked for at once."""
+
     def submit(self, request: RoutedRequest, sink: Any) -> None:
         super().submit(request, sink)
         now = time.monotonic()
@@ -257,5 +302,8 @@ class _GrantingDispatcher(FakeDispatcher):
         sink.on_granted(grant)
 
 
-def _granting() -> FakeDispatcher:
-    return _GrantingDispatcher(lambda request, choice: [60, 61, 62])
+def _granting(handover: HandoverReport | None = None) -> FakeDispatcher:
+    """Three tokens; the second comes with ``handover``."""
+    dispatcher = _GrantingDispatcher(lambda request, choice: [60, 61, 62])
+    dispatcher.handover = handover
+    return dispatcher
