@@ -151,13 +151,7 @@ class RouterApp:
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:
-        return _json(
-            {
-                "version": version("twopool"),
-                "system_fingerprint": self._dispatcher.system_fingerprint,
-                "stack": self._dispatcher.stack,
-            }
-        )
+        return _json({"version": version("twopool"), "system_fingerprints": self._dispatcher.stacks()})
 
 
 def _direct(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> ASGIApp:

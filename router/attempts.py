@@ -67,7 +67,8 @@ class Flight:
     how long its waits that are over took. ``source`` is the worker whose deltas are being accepted, ``taken_over``
     whether the decode worker has sent one in this attempt (from then on the prefill worker no longer matters).
     ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame. ``wait_until_s`` bounds the
-    present wait for a worker. ``lane`` is open where there is one.
+    present wait for a worker. ``lane`` is open where there is one. ``fingerprint`` is of the present pair,
+    ``fingerprints`` are of those whose tokens were accepted before it.
     """
 
     request: RoutedRequest
@@ -79,6 +80,8 @@ class Flight:
     submitted_s: float = 0.0
     queued_s: float = 0.0
     waited_s: float = 0.0
+    fingerprint: str = ""
+    fingerprints: frozenset[str] = frozenset()
     wait_until_s: float | None = None
     phase: Phase = Phase.QUEUED
     attempt: Attempt | None = None
@@ -125,13 +128,14 @@ class Flight:
             avoid=frozenset(self.avoid),
         )
 
-    def begin_attempt(self, pairing: Pairing, decode: Worker, prefill: Worker | None) -> None:
+    def begin_attempt(self, pairing: Pairing, decode: Worker, prefill: Worker | None, fingerprint: str) -> None:
         """QUEUED → GRANTED."""
         unfinished = self.unfinished
         self.phase = Phase.GRANTED
         self.attempt = Attempt(0 if self.attempt is None else self.attempt + 1)
         self.decode, self.prefill, self.source = decode, prefill, None
         self.taken_over = False
+        self.fingerprint = fingerprint
         num_tokens = len(self.request.prompt_ids) + sum(len(choice.output_ids) for choice in unfinished)
         self.reservation = Reservation(pairing, num_tokens, len(unfinished))
         for choice in unfinished:
@@ -150,6 +154,8 @@ class Flight:
                 worker.requests.pop(self.request.request_id, None)
         if self.reservation is not None:
             self.reservation.release()
+        if self.source is not None:
+            self.fingerprints |= {self.fingerprint}
         self.phase = Phase.QUEUED
         self.decode = self.prefill = self.source = self.reservation = None
         return workers

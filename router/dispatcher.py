@@ -162,13 +162,8 @@ class RequestDispatcher:
     def vocab_size(self) -> int | None:
         return self.workers.vocab_size
 
-    @property
-    def system_fingerprint(self) -> str | None:
-        return self.workers.fingerprint
-
-    @property
-    def stack(self) -> dict[str, Any]:
-        return self.workers.stack
+    def stacks(self) -> dict[str, dict[str, Any]]:
+        return self.workers.stacks()
 
     # --- life of the dispatcher ---
 

@@ -109,7 +109,6 @@ class GenerateApi:
             tool_call_parser=self._config.tool_call_parser,
             reasoning_parser=self._config.reasoning_parser,
             wants_timings=context.wants_timings,
-            system_fingerprint=self._dispatcher.system_fingerprint,
         )
 
     async def _stream(self, prepared: PreparedRequest, generation: Generation, connection: ClientConnection) -> ASGIApp:
@@ -139,9 +138,10 @@ class GenerateApi:
             choices.append(WholeChoice(index, text, choice, parts, entries))
         timings = generation.timings() if prepared.include_timings else None
         table = self._model.tokenizer.table
-        body = whole_answer(prepared.head, choices, generation.usage, table, timings=timings)
+        fingerprint = generation.fingerprint
+        body = whole_answer(prepared.head, choices, generation.usage, table, fingerprint=fingerprint, timings=timings)
         response = Response(body, media_type="application/json")
-        response.raw_headers.extend(timing_headers(generation.timelines, is_whole=True))
+        response.raw_headers.extend(timing_headers(generation.timelines, fingerprint, is_whole=True))
         return response
 
 
@@ -157,6 +157,9 @@ class _WholeAnswer:
 
     def lane(self) -> None:
         """Nobody looks at the text before the end."""
+
+    def on_granted(self) -> None:
+        """Nobody asks by whom before the end."""
 
     def on_completed(self) -> None:
         if not self.done.done():

@@ -20,6 +20,7 @@ from twopool.router.http_metrics import HttpMetrics, outcome_of
 from twopool.router.interface import Dispatcher, RoutedRequest
 from twopool.router.prompt_scores import PromptScores
 from twopool.router.responses import Usage
+from twopool.router.stack import combined
 from twopool.router.timings import Arrival, Grant, Timeline
 from twopool.router.token_lane import TokenLane
 
@@ -37,6 +38,9 @@ class GenerationListener(Protocol):
 
     def lane(self) -> TokenLane | None:
         """The short way for the tokens of the only choice, closed, where there is one now."""
+
+    def on_granted(self) -> None:
+        """Workers were found for a prompt, or other ones; ``Generation.fingerprint`` may be another now."""
 
     def on_completed(self) -> None:
         """All choices have finished; follows the last ``on_progress``."""
@@ -87,6 +91,12 @@ class Generation:
         """Counts so far."""
         generated = sum([choice.num_tokens for choice in self.choices])
         return Usage(self._num_prompt_tokens, generated, self.num_cached_tokens)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Names what the answer has come from so far; ``None`` where no worker had a part in it."""
+        grants = [timeline.last_grant for timeline in self.timelines]
+        return combined(frozenset().union(*[grant.fingerprints for grant in grants if grant is not None]))
 
     def timings(self) -> Any:
         """What an answer says of its time: an object, or a list of them, prompt by prompt."""
@@ -268,6 +278,7 @@ class _PromptSink:
 
     def on_granted(self, grant: Grant) -> None:
         self.timeline.granted(grant)
+        self._listener.on_granted()
 
     def on_error(self, error: TwopoolError) -> None:
         _log.warning("request failed: %s", error.message, extra={"request_id": self.request_id})

@@ -113,7 +113,7 @@ class Granting:
         if flight.attempt is None:
             self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
         flight.waited_s += max(now_s - flight.queued_s, 0.0)
-        flight.begin_attempt(pairing, decode, prefill)
+        flight.begin_attempt(pairing, decode, prefill, self._workers.fingerprint(prefill, decode))
         for candidate in (pairing.decode, pairing.prefill):
             if candidate is not None:
                 candidate.breaker.on_grant(now_s)
@@ -132,5 +132,6 @@ class Granting:
                 queued_s=flight.waited_s,
                 retried_s=max(now_s - flight.submitted_s - flight.waited_s, 0.0),
                 at_s=self._clock(),
+                fingerprints=flight.fingerprints | {flight.fingerprint},
             )
         )

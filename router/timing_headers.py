@@ -15,6 +15,7 @@ NAMES = (
     "x-attempts",
     "x-kv-bytes-moved",
     "x-cached-tokens",
+    "x-system-fingerprint",
 )
 """For pages of other origins, which may read only headers that they are told of."""
 
@@ -22,8 +23,8 @@ _MAX_PROMPTS = 4
 """Proxies take a few kilobytes of headers; the body has all prompts."""
 
 
-def timing_headers(timelines: list[Timeline], *, is_whole: bool) -> list[tuple[bytes, bytes]]:
-    """Of several prompts the first few, in order; one that no worker has yet is ``-``.
+def timing_headers(timelines: list[Timeline], fingerprint: str | None, *, is_whole: bool) -> list[tuple[bytes, bytes]]:
+    """``fingerprint`` is the answer's. Of several prompts the first few, in order; one that no worker has yet is ``-``.
 
     ``is_whole``: the answer is complete, so that what moved and what was cached is known.
     """
@@ -38,6 +39,8 @@ def timing_headers(timelines: list[Timeline], *, is_whole: bool) -> list[tuple[b
         (name.encode(), ", ".join([figure(line) for line in lines]).encode())
         for name, figure in zip(NAMES[1:], figures, strict=False)
     ]
+    if fingerprint is not None:
+        headers.append((b"x-system-fingerprint", fingerprint.encode()))
     return headers
 
 

@@ -44,6 +44,7 @@ class Arrival(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True):
     """An attempt's workers. ``queued_s`` is how long the request has waited for workers, all waits together,
     ``retried_s`` how long it was with workers that came to nothing, ``at_s`` when this attempt had been sent.
+    ``fingerprints`` are of the pairs that have a part in the answer: this one, and those whose tokens it goes on from.
     """
 
     attempt: int
@@ -52,6 +53,7 @@ class Grant(msgspec.Struct, frozen=True):
     queued_s: float
     retried_s: float
     at_s: float
+    fingerprints: frozenset[str]
 
     @property
     def prefilled_by(self) -> WorkerId:

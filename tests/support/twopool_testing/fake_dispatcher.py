@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import Attempt, ChoiceIndex, RequestId, WorkerId
@@ -123,8 +123,6 @@ class FakeDispatcher:
         self.step_s = 0.0
         self.max_model_len: int | None = None
         self.vocab_size: int | None = None
-        self.system_fingerprint: str | None = "fp_fake"
-        self.stack: dict[str, object] = {"model": ["fake"]}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -162,6 +160,9 @@ class FakeDispatcher:
 
     def ready_reason(self) -> str:
         return "one pair" if self.ready else "no decode worker has registered"
+
+    def stacks(self) -> dict[str, dict[str, Any]]:
+        return {"fp_fake": {"model": "fake"}}
 
     async def request(self, number: int = 0) -> FakeRequest:
         """The submitted request with this number, once it is there."""

@@ -22,12 +22,22 @@ from twopool_testing.mock_control import MockCluster
 PAUSE_S = 0.02
 NUM_TRIES = 20
 
+STACK = frozenset({"fp_fake"})
+
 times = st.floats(0, 100, allow_nan=False)
 
 
 def timeline(**stamps: Any) -> Timeline:
     fields: dict[str, Any] = {
-        "grant": Grant(attempt=0, decode=WorkerId("d"), prefill=WorkerId("p"), queued_s=0.5, retried_s=0.0, at_s=103.0),
+        "grant": Grant(
+            attempt=0,
+            decode=WorkerId("d"),
+            prefill=WorkerId("p"),
+            queued_s=0.5,
+            retried_s=0.0,
+            at_s=103.0,
+            fingerprints=STACK,
+        ),
         "prefill": PrefillReport(worker_id=WorkerId("p"), cached_tokens=3, peer_tokens=2, queue_s=0.25, compute_s=1.0),
         "handover": HandoverReport(
             num_bytes=7, num_ranges=1, num_posts=1, transfer_s=0.3, exposed_s=0.1, hidden_s=0.2, held_tokens=16
@@ -72,7 +82,15 @@ def test_parts_before_the_first_token_sum_to_the_ttft(
     """Whatever a worker claims its own share was: clocks of two processes are never compared."""
     arrival = Arrival(1000.0, 1000.0 + receive, 1000.0 + receive + tokenize)
     granted_s = arrival.prepared_s + queue + retry + route
-    grant = Grant(attempt=1, decode=WorkerId("d"), prefill=None, queued_s=queue, retried_s=retry, at_s=granted_s)
+    grant = Grant(
+        attempt=1,
+        decode=WorkerId("d"),
+        prefill=None,
+        queued_s=queue,
+        retried_s=retry,
+        at_s=granted_s,
+        fingerprints=STACK,
+    )
     report = PrefillReport(worker_id=WorkerId("d"), cached_tokens=0, queue_s=claim, compute_s=compute)
     line = Timeline(arrival, grant=grant, prefill=report, first_s=granted_s + wait, written_s=granted_s + wait)
     parts = line.seconds()
@@ -84,7 +102,9 @@ def test_parts_before_the_first_token_sum_to_the_ttft(
 
 def test_a_later_attempt_changes_the_workers_and_not_the_first_token() -> None:
     line = timeline()
-    again = Grant(attempt=1, decode=WorkerId("d2"), prefill=None, queued_s=0.0, retried_s=0.0, at_s=106.0)
+    again = Grant(
+        attempt=1, decode=WorkerId("d2"), prefill=None, queued_s=0.0, retried_s=0.0, at_s=106.0, fingerprints=STACK
+    )
     line.granted(again)
     figures = line.to_json()
     assert (figures["attempts"], figures["decode_worker"], figures["prefill_worker"]) == (2, "d2", "d2")
@@ -207,21 +227,6 @@ def test_an_attempt_that_was_lost_is_no_waiting() -> None:
     assert [(grant.attempt, grant.queued_s, grant.retried_s) for grant in sink.grants] == [(0, 0.0, 0.0), (1, 0.0, 4.0)]
 
 
-def test_the_fingerprint_names_the_stack_of_both_sides() -> None:
-    cluster = MockCluster()
-    assert cluster.dispatcher.system_fingerprint is None
-    cluster.pair()
-    first = cluster.dispatcher.system_fingerprint
-    assert first is not None and first.startswith("fp_")
-    side = {"dtype": "float32", "kernels": "torch", "tensor_parallel_size": 1}
-    stack = cluster.dispatcher.stack
-    assert (stack["model_hash"], stack["prefill"], stack["decode"]) == (["abc"], [side], [side])
-    other = MockCluster()
-    other.pair(dtype="bfloat16")
-    assert other.dispatcher.system_fingerprint != first
-    json.dumps(stack)
-
-
 HANDOVER = HandoverReport(
     num_bytes=4096, num_ranges=1, num_posts=1, transfer_s=0.3, exposed_s=0.1, hidden_s=0.2, held_tokens=32
 )
@@ -241,6 +246,7 @@ async def test_plain_answers_carry_the_figures_in_headers(tiny_model: ModelInfo)
         assert headers["x-kv-bytes-moved"] == str(timings["kv_bytes_moved"]) == "4096"
         assert headers["x-cached-tokens"] == "prefill=0;peer=0;decode=32"
         assert timings["cached_tokens"] == {"prefill": 0, "peer": 0, "decode": 32}
+        assert headers["x-system-fingerprint"] == response.json()["system_fingerprint"] == "fp_fake"
         assert headers["x-attempts"] == str(timings["attempts"]) == "1"
         exposed = {name.strip().lower() for name in headers["access-control-expose-headers"].split(",")}
         assert {name for name in headers if name.startswith("x-")} | {"server-timing"} <= exposed
@@ -298,7 +304,15 @@ class _GrantingDispatcher(FakeDispatcher):
     def submit(self, request: RoutedRequest, sink: Any) -> None:
         super().submit(request, sink)
         now = time.monotonic()
-        grant = Grant(attempt=0, decode=WorkerId("d9"), prefill=WorkerId("p9"), queued_s=0.0, retried_s=0.0, at_s=now)
+        grant = Grant(
+            attempt=0,
+            decode=WorkerId("d9"),
+            prefill=WorkerId("p9"),
+            queued_s=0.0,
+            retried_s=0.0,
+            at_s=now,
+            fingerprints=STACK,
+        )
         sink.on_granted(grant)
 
 
