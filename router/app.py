@@ -19,7 +19,7 @@ from twopool.protocol.errors import ModelNotFoundError, NotFoundError, TwopoolEr
 from twopool.router import openapi, text_api, timing_headers
 from twopool.router.auth import ApiKeys
 from twopool.router.generate_api import GenerateApi
-from twopool.router.http_edge import HttpEdge
+from twopool.router.http_edge import HttpEdge, context_of, log_refusal
 from twopool.router.http_errors import MethodNotAllowedError, error_response
 from twopool.router.http_metrics import HttpMetrics
 from twopool.router.interface import Dispatcher
@@ -169,7 +169,9 @@ def _json(value: object) -> Response:
 
 
 async def _twopool_exception(request: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, TwopoolError) else TwopoolError("internal server error"))
+    known = error if isinstance(error, TwopoolError) else TwopoolError("internal server error")
+    log_refusal(known, context_of(request.scope).http_id)
+    return error_response(known)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -79,6 +79,7 @@ class GenerateApi:
             dispatcher=self._dispatcher,
             metrics=self._metrics,
             arrival=Arrival(context.arrived_s, context.received_s, time.monotonic()),
+            http_id=context.http_id.decode(),
             on_over=self._open.discard,
         )
         self._open.add(generation)

@@ -67,12 +67,15 @@ class Generation:
         dispatcher: Dispatcher,
         metrics: HttpMetrics,
         arrival: Arrival,
+        http_id: str,
         on_over: Callable[["Generation"], None],
     ) -> None:
+        """``http_id`` is what the client calls the request (``http_ids``)."""
         self.choices: list[ChoiceStream] = [choice for prompt in prompts for choice in prompt.choices]
         self._dispatcher = dispatcher
         self._metrics = metrics
         self.arrival = arrival
+        self.http_id = http_id
         self._on_over = on_over
         self._prompts = prompts
         # Sinks and listener know this generation too. Both are let go of at its end: a cycle would keep all of the
@@ -180,7 +183,7 @@ class Generation:
                     sink.num_tokens,
                     (sink.timeline.ttft_s or 0.0) * 1e3,
                     (time.monotonic() - self.arrival.began_s) * 1e3,
-                    extra={"request_id": sink.request_id},
+                    extra={"request_id": sink.request_id, "http_id": self.http_id},
                 )
 
 
@@ -281,8 +284,10 @@ class _PromptSink:
         self._listener.on_granted()
 
     def on_error(self, error: TwopoolError) -> None:
-        _log.warning("request failed: %s", error.message, extra={"request_id": self.request_id})
-        self._generation.failed(error)
+        generation = self._generation
+        ids = {"request_id": self.request_id, "http_id": generation.http_id}
+        _log.warning("request failed: %s", error.message, extra=ids)
+        generation.failed(error)
 
     def record(self, metrics: HttpMetrics, *, completed: bool) -> None:
         """The prompt's observations, once, at its end."""
