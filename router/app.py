@@ -24,7 +24,7 @@ from twopool.router.http_errors import MethodNotAllowedError, error_response
 from twopool.router.http_metrics import HttpMetrics
 from twopool.router.interface import Dispatcher
 from twopool.router.model_info import ModelInfo
-from twopool.router.request_body import read_body
+from twopool.router.request_body import BodyRoom, RequestBody
 
 _PREFIXES = ("/v1", "")
 """Clients that forget the version find the same endpoints."""
@@ -53,7 +53,8 @@ class RouterApp:
         self._dispatcher = dispatcher
         self._info = model
         self._registry = registry
-        self._generate = GenerateApi(config, dispatcher, model, self.metrics)
+        self._body_room = BodyRoom(config.max_body_bytes, config.max_pending_body_bytes)
+        self._generate = GenerateApi(config, dispatcher, model, self.metrics, self._body_room)
         self._created = int(time.time())
         hot = {}
         for prefix in _PREFIXES:
@@ -122,12 +123,20 @@ class RouterApp:
         }
 
     async def _tokenize(self, request: Request) -> Response:
-        data = await read_body(request, self._config.max_body_bytes)
-        return _json(await text_api.tokenize(data, self._info, self._generate.max_model_len))
+        body = RequestBody(self._body_room)
+        try:
+            data = await body.read(request)
+            return _json(await text_api.tokenize(data, self._info, self._generate.max_model_len))
+        finally:
+            body.release()
 
     async def _detokenize(self, request: Request) -> Response:
-        data = await read_body(request, self._config.max_body_bytes)
-        return _json(await text_api.detokenize(data, self._info))
+        body = RequestBody(self._body_room)
+        try:
+            data = await body.read(request)
+            return _json(await text_api.detokenize(data, self._info))
+        finally:
+            body.release()
 
     async def _openapi(self, request: Request) -> Response:
         return _json(openapi.document())

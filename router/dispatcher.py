@@ -116,7 +116,10 @@ class RequestDispatcher:
         flight = Flight.of(request, early, self._num_submitted)
         self._availability.check(flight.need())
         if len(self._queue) >= self._config.max_queue:
-            raise OverloadedError(f"{len(self._queue)} requests are waiting already; try again later")
+            raise OverloadedError(
+                f"{len(self._queue)} requests are waiting already; try again later",
+                retry_after_s=self._granting.retry_after_s(),
+            )
         self._num_submitted += 1
         self._flights[request.request_id] = flight
         self._empty.clear()

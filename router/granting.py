@@ -17,7 +17,7 @@ from twopool.router.control import ControlPlane
 from twopool.router.pairing import Pairing, can_serve, choose
 from twopool.router.registry import WorkerRegistry
 from twopool.router.timings import Grant
-from twopool.router.waiting import WaitQueue
+from twopool.router.waiting import WaitQueue, retry_after_s
 from twopool.router.worker_metrics import DispatchHistograms
 
 
@@ -65,6 +65,11 @@ class Granting:
         flight.queued_s = now_s
         self._queue.add(flight)
 
+    def retry_after_s(self) -> int:
+        """When a request that finds no room now should be tried again."""
+        oldest = self._queue.first()
+        return retry_after_s(0.0 if oldest is None else self._clock() - oldest.submitted_s)
+
     def expire(self, now_s: float) -> None:
         """End the waits that have been too long."""
         for flight in self._queue:
@@ -104,7 +109,8 @@ class Granting:
             self._owner.fail(flight, UnavailableError(f"no worker could go on with the request within {limit_s:g} s"))
         else:
             limit_s = self._config.max_queue_wait_s
-            self._owner.fail(flight, OverloadedError(f"no worker had room for the request within {limit_s:g} s"))
+            message = f"no worker had room for the request within {limit_s:g} s"
+            self._owner.fail(flight, OverloadedError(message, retry_after_s=self.retry_after_s()))
 
     def _grant(self, flight: Flight, pairing: Pairing, now_s: float) -> None:
         decode = self._workers.worker_of(pairing.decode)

@@ -1,9 +1,17 @@
 """Requests waiting for a worker, oldest first; one that comes back keeps its place."""
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from twopool.router.attempts import Flight
+
+_MAX_RETRY_AFTER_S = 60
+
+
+def retry_after_s(oldest_wait_s: float) -> int:
+    """When to come back to a queue that is full: it takes about as long as the one whose turn is next has waited."""
+    return min(max(1, math.ceil(oldest_wait_s)), _MAX_RETRY_AFTER_S)
 
 
 class WaitQueue:

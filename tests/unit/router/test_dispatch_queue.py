@@ -125,9 +125,10 @@ def test_the_queue_is_bounded_and_patience_too(cluster: MockCluster) -> None:
     sinks = [cluster.submit()[1] for _ in range(2)]
     for granted in decode.take_of(Generate):
         decode.busy(granted)
+    cluster.clock.now_s += 3.5
     with pytest.raises(OverloadedError) as raised:
         cluster.submit()
-    assert raised.value.http_status == 429
+    assert (raised.value.http_status, raised.value.retry_after_s) == (429, 4)
     for _ in range(60):
         cluster.advance(0.1)
         for granted in decode.take_of(Generate):
