@@ -66,9 +66,9 @@ class Flight:
     ``submitted_s`` is when it came, ``queued_s`` when it began to wait for its present or next attempt, ``waited_s``
     how long its waits that are over took. ``source`` is the worker whose deltas are being accepted, ``taken_over``
     whether the decode worker has sent one in this attempt (from then on the prefill worker no longer matters).
-    ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame. ``wait_until_s`` bounds the
-    present wait for a worker. ``lane`` is open where there is one. ``fingerprint`` is of the present pair,
-    ``fingerprints`` are of those whose tokens were accepted before it.
+    ``failures`` counts attempts that ended in one, ``refused`` says that one met a full worker; ``avoid`` names the
+    workers to blame. ``wait_until_s`` bounds the present wait for a worker. ``lane`` is open where there is one.
+    ``fingerprint`` is of the present pair, ``fingerprints`` are of those whose tokens were accepted before it.
     """
 
     request: RoutedRequest
@@ -92,6 +92,7 @@ class Flight:
     taken_over: bool = False
     started: bool = False
     failures: int = 0
+    refused: bool = False
     avoid: set[WorkerId] = field(default_factory=set)
     prefill_reported: bool = False
     handover_reported: bool = False

@@ -115,7 +115,7 @@ class Granting:
     def _grant(self, flight: Flight, pairing: Pairing, now_s: float) -> None:
         decode = self._workers.worker_of(pairing.decode)
         prefill = self._workers.worker_of(pairing.prefill) if pairing.prefill is not None else None
-        self._queue.remove(flight)
+        self._queue.grant(flight)
         if flight.attempt is None:
             self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
         flight.waited_s += max(now_s - flight.queued_s, 0.0)
