@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from twopool.router.timings import BEFORE_FIRST
 from twopool_testing.cluster import Cluster
+from twopool_testing.socket_timing import check_ttft
 from twopool_testing.tiny_model import Reference
 
 pytestmark = pytest.mark.e2e
@@ -134,6 +135,9 @@ def test_timings_and_fingerprint_of_a_real_pair(pair: Cluster) -> None:
     timings = events[-1]["timings"]
     assert sum(timings.get(f"{name}_ms", 0) for name in BEFORE_FIRST) == pytest.approx(timings["ttft_ms"], abs=1)
     version = pair.client.get("/version").json()
+    address = pair.client.base_url
+    tries = check_ttft(address.host, address.port or 80, fields(prompt=list(range(3, 203))))
+    assert all(timings["first_token_delivery_ms"] > 0 for timings in tries)
     [(fingerprint, stack)] = version["system_fingerprints"].items()
     assert fingerprint == body["system_fingerprint"] == events[0]["system_fingerprint"]
     assert stack["prefill"] == stack["decode"] != {}
