@@ -11,7 +11,7 @@ import pytest
 from twopool.protocol.errors import OverloadedError
 from twopool.router import prepared_request
 from twopool.router.model_info import ModelInfo
-from twopool.router.prepared_request import PreparedRequest, RequestLimits
+from twopool.router.prepared_request import PreparedRequest
 from twopool.router.request_body import BodyRoom, RequestBody
 from twopool.router.waiting import retry_after_s
 from twopool_testing.fake_dispatcher import FakeDispatcher
@@ -23,17 +23,17 @@ MAX_WAITING = 2
 
 
 class Gate:
-    """Holds every large body in its thread until it is opened."""
+    """Holds what is prepared in a thread until it is opened; what is prepared on the event loop passes."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.num_begun = 0
 
-    def prepare(self, data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
-        if len(data) > len(LARGE):
+    def prepare(self, *arguments: Any) -> PreparedRequest:
+        if threading.current_thread() is not threading.main_thread():
             self.num_begun += 1
             assert self.opened.wait(20)
-        return prepared_request.prepare_completion(data, model, limits)
+        return prepared_request.prepare_completion(*arguments)
 
 
 @pytest.fixture
