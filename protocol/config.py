@@ -94,6 +94,9 @@ class RouterConfig(LinkConfig):
     resume_timeout_s: float = flag(30.0, "seconds an open stream waits for a decode worker when all are lost")
     max_attempts: int = flag(4, "pairings tried for one request")
     max_body_bytes: int = flag(16 * 1024 * 1024, "largest request body")
+    max_pending_body_bytes: int = flag(
+        256 * 1024 * 1024, "bytes of request bodies held while they are read and tokenised, together; more get 429"
+    )
     max_header_bytes: int = flag(64 * 1024, "largest request line plus headers")
     tool_call_parser: str = flag(
         "auto",
@@ -136,6 +139,7 @@ class RouterConfig(LinkConfig):
             "max_queue",
             "max_attempts",
             "max_body_bytes",
+            "max_pending_body_bytes",
             "max_header_bytes",
             "max_stream_buffer_bytes",
         ):
@@ -147,6 +151,12 @@ class RouterConfig(LinkConfig):
             "drain_timeout_s",
         ):
             _check_positive(name, getattr(self, name))
+        if self.max_pending_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"--max-pending-body-bytes {self.max_pending_body_bytes}: must hold one of --max-body-bytes "
+                f"{self.max_body_bytes}",
+                param="--max-pending-body-bytes",
+            )
         if self.max_model_len is not None:
             _check_positive("max_model_len", self.max_model_len)
         for name in ("min_prefill", "min_decode"):

@@ -16,15 +16,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twopool.protocol.config import RouterConfig
 from twopool.protocol.errors import ModelNotFoundError, NotFoundError, TwopoolError, UnavailableError
-from twopool.router import openapi, text_api
+from twopool.router import openapi, text_api, timing_headers
 from twopool.router.auth import ApiKeys
 from twopool.router.generate_api import GenerateApi
-from twopool.router.http_edge import HttpEdge
+from twopool.router.http_edge import HttpEdge, context_of, log_refusal
 from twopool.router.http_errors import MethodNotAllowedError, error_response
 from twopool.router.http_metrics import HttpMetrics
 from twopool.router.interface import Dispatcher
 from twopool.router.model_info import ModelInfo
-from twopool.router.request_body import read_body
+from twopool.router.request_body import BodyRoom, RequestBody
 
 _PREFIXES = ("/v1", "")
 """Clients that forget the version find the same endpoints."""
@@ -53,7 +53,8 @@ class RouterApp:
         self._dispatcher = dispatcher
         self._info = model
         self._registry = registry
-        self._generate = GenerateApi(config, dispatcher, model, self.metrics)
+        self._body_room = BodyRoom(config.max_body_bytes, config.max_pending_body_bytes)
+        self._generate = GenerateApi(config, dispatcher, model, self.metrics, self._body_room)
         self._created = int(time.time())
         hot = {}
         for prefix in _PREFIXES:
@@ -66,7 +67,7 @@ class RouterApp:
                 allow_origins=config.cors_allow_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", "server-timing", "x-prefill-worker", "x-decode-worker", "retry-after"),
+                expose_headers=("x-request-id", "retry-after", *timing_headers.NAMES),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,12 +123,20 @@ class RouterApp:
         }
 
     async def _tokenize(self, request: Request) -> Response:
-        data = await read_body(request, self._config.max_body_bytes)
-        return _json(await text_api.tokenize(data, self._info, self._generate.max_model_len))
+        body = RequestBody(self._body_room)
+        try:
+            data = await body.read(request)
+            return _json(await text_api.tokenize(data, self._info, self._generate.max_model_len))
+        finally:
+            body.release()
 
     async def _detokenize(self, request: Request) -> Response:
-        data = await read_body(request, self._config.max_body_bytes)
-        return _json(await text_api.detokenize(data, self._info))
+        body = RequestBody(self._body_room)
+        try:
+            data = await body.read(request)
+            return _json(await text_api.detokenize(data, self._info))
+        finally:
+            body.release()
 
     async def _openapi(self, request: Request) -> Response:
         return _json(openapi.document())
@@ -151,13 +160,7 @@ class RouterApp:
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:
-        return _json(
-            {
-                "version": version("twopool"),
-                "system_fingerprint": self._dispatcher.system_fingerprint,
-                "stack": self._dispatcher.stack,
-            }
-        )
+        return _json({"version": version("twopool"), "system_fingerprints": self._dispatcher.stacks()})
 
 
 def _direct(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> ASGIApp:
@@ -175,7 +178,9 @@ def _json(value: object) -> Response:
 
 
 async def _twopool_exception(request: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, TwopoolError) else TwopoolError("internal server error"))
+    known = error if isinstance(error, TwopoolError) else TwopoolError("internal server error")
+    log_refusal(known, context_of(request.scope).http_id)
+    return error_response(known)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -63,10 +63,12 @@ class Gap:
 class Flight:
     """A request and where it stands. ``order`` is its place among all requests, by arrival.
 
-    ``queued_s`` is when it came to wait for its present or next attempt. ``source`` is the worker whose deltas are
-    being accepted, ``taken_over`` whether the decode worker has sent one in this attempt (from then on the prefill
-    worker no longer matters). ``failures`` counts attempts that ended in one; ``avoid`` names the workers to blame.
-    ``wait_until_s`` bounds the present wait for a worker. ``lane`` is open where there is one.
+    ``submitted_s`` is when it came, ``queued_s`` when it began to wait for its present or next attempt, ``waited_s``
+    how long its waits that are over took. ``source`` is the worker whose deltas are being accepted, ``taken_over``
+    whether the decode worker has sent one in this attempt (from then on the prefill worker no longer matters).
+    ``failures`` counts attempts that ended in one, ``refused`` says that one met a full worker; ``avoid`` names the
+    workers to blame. ``wait_until_s`` bounds the present wait for a worker. ``lane`` is open where there is one.
+    ``fingerprint`` is of the present pair, ``fingerprints`` are of those whose tokens were accepted before it.
     """
 
     request: RoutedRequest
@@ -75,7 +77,11 @@ class Flight:
     deadline_s: float
     choices: list[ChoiceProgress]
     num_open: int
+    submitted_s: float = 0.0
     queued_s: float = 0.0
+    waited_s: float = 0.0
+    fingerprint: str = ""
+    fingerprints: frozenset[str] = frozenset()
     wait_until_s: float | None = None
     phase: Phase = Phase.QUEUED
     attempt: Attempt | None = None
@@ -86,6 +92,7 @@ class Flight:
     taken_over: bool = False
     started: bool = False
     failures: int = 0
+    refused: bool = False
     avoid: set[WorkerId] = field(default_factory=set)
     prefill_reported: bool = False
     handover_reported: bool = False
@@ -122,13 +129,14 @@ class Flight:
             avoid=frozenset(self.avoid),
         )
 
-    def begin_attempt(self, pairing: Pairing, decode: Worker, prefill: Worker | None) -> None:
+    def begin_attempt(self, pairing: Pairing, decode: Worker, prefill: Worker | None, fingerprint: str) -> None:
         """QUEUED → GRANTED."""
         unfinished = self.unfinished
         self.phase = Phase.GRANTED
         self.attempt = Attempt(0 if self.attempt is None else self.attempt + 1)
         self.decode, self.prefill, self.source = decode, prefill, None
         self.taken_over = False
+        self.fingerprint = fingerprint
         num_tokens = len(self.request.prompt_ids) + sum(len(choice.output_ids) for choice in unfinished)
         self.reservation = Reservation(pairing, num_tokens, len(unfinished))
         for choice in unfinished:
@@ -147,6 +155,8 @@ class Flight:
                 worker.requests.pop(self.request.request_id, None)
         if self.reservation is not None:
             self.reservation.release()
+        if self.source is not None:
+            self.fingerprints |= {self.fingerprint}
         self.phase = Phase.QUEUED
         self.decode = self.prefill = self.source = self.reservation = None
         return workers

@@ -28,6 +28,7 @@ from twopool.router.availability import RETRY_AFTER_S, Availability
 from twopool.router.control import ControlPlane, ControlSocket
 from twopool.router.granting import Granting
 from twopool.router.interface import RoutedRequest, TokenSink
+from twopool.router.queue_lengths import QueueLength
 from twopool.router.registry import Worker, WorkerRegistry
 from twopool.router.token_intake import TokenIntake
 from twopool.router.waiting import Deadlines, WaitQueue
@@ -63,7 +64,9 @@ class RequestDispatcher:
         metrics: CollectorRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
         timings: DispatchTimings | None = None,
+        queue_length: QueueLength | None = None,
     ) -> None:
+        """``queue_length``: of this process, where several make one router and ``max_queue`` is for all of them."""
         self.figures = DispatchFigures()
         self.workers = WorkerRegistry()
         self.control = ControlPlane(router_id, control, self.workers, self, clock=clock)
@@ -74,7 +77,7 @@ class RequestDispatcher:
         self._clock = clock
         self._timings = timings or DispatchTimings()
         self._flights: dict[RequestId, Flight] = {}
-        self._queue = WaitQueue()
+        self._queue = WaitQueue(queue_length)
         self._deadlines = Deadlines()
         self._num_submitted = 0
         self._empty = asyncio.Event()
@@ -115,8 +118,8 @@ class RequestDispatcher:
         early = EarlySink()
         flight = Flight.of(request, early, self._num_submitted)
         self._availability.check(flight.need())
-        if len(self._queue) >= self._config.max_queue:
-            raise OverloadedError(f"{len(self._queue)} requests are waiting already; try again later")
+        if self._queue.num_everywhere >= self._config.max_queue:
+            raise self._overloaded()
         self._num_submitted += 1
         self._flights[request.request_id] = flight
         self._empty.clear()
@@ -162,13 +165,8 @@ class RequestDispatcher:
     def vocab_size(self) -> int | None:
         return self.workers.vocab_size
 
-    @property
-    def system_fingerprint(self) -> str | None:
-        return self.workers.fingerprint
-
-    @property
-    def stack(self) -> dict[str, Any]:
-        return self.workers.stack
+    def stacks(self) -> dict[str, dict[str, Any]]:
+        return self.workers.stacks()
 
     # --- life of the dispatcher ---
 
@@ -237,7 +235,13 @@ class RequestDispatcher:
         self.figures.attempts["busy"] += 1
         if full is not None:
             full.candidate.window.on_busy(full.candidate.load.attempts, self._clock())
+        was_refused, flight.refused = flight.refused, True
         self._granting.wait(flight)
+        if not was_refused and self._queue.num_everywhere > self._config.max_queue:
+            # The place it had left was given away. Whoever came last has to go, and has lost the least.
+            newest = self._queue.newest()
+            if newest is not None:
+                self.fail(newest, self._overloaded())
         self._granting.pump()
 
     def on_attempt_failed(self, worker: Worker, message: AttemptFailed) -> None:
@@ -284,6 +288,9 @@ class RequestDispatcher:
         self._granting.pump()
 
     # --- how attempts and requests end (token_intake.IntakeOwner) ---
+
+    def started(self, flight: Flight) -> None:
+        self._queue.remove(flight)
 
     def complete(self, flight: Flight) -> None:
         """Every choice had its finish reason from a worker (prefill alone, perhaps; decode then ends by itself)."""
@@ -353,6 +360,12 @@ class RequestDispatcher:
             message = Cancel(request_id=flight.request.request_id, attempt=flight.attempt)
             for worker in workers:
                 self.control.send(worker, message)
+
+    def _overloaded(self) -> OverloadedError:
+        return OverloadedError(
+            f"{self._queue.num_everywhere} requests are waiting already; try again later",
+            retry_after_s=self._granting.retry_after_s(),
+        )
 
     def _current(self, worker: Worker, message: Busy | AttemptFailed) -> Flight | None:
         """The request whose present attempt ``worker`` speaks of."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +20,13 @@ from twopool.router.http_metrics import HttpMetrics, outcome_of
 from twopool.router.http_protocol import ClientConnection, connection_of
 from twopool.router.interface import Dispatcher
 from twopool.router.model_info import ModelInfo
+from twopool.router.preparation import Preparation
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
-from twopool.router.request_body import read_body
+from twopool.router.request_body import BodyRoom, RequestBody
 from twopool.router.responses import WholeChoice, whole_answer
 from twopool.router.stream_answer import StreamAnswer
-from twopool.router.timings import Arrival, timing_headers
+from twopool.router.timing_headers import timing_headers
+from twopool.router.timings import Arrival
 from twopool.router.token_lane import WriteBatcher
 
 _INLINE_BODY_BYTES = 16 * 1024
@@ -35,11 +38,20 @@ Prepare = Callable[[bytes, ModelInfo, RequestLimits], PreparedRequest]
 class GenerateApi:
     """Answers generation requests through one dispatcher."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, model: ModelInfo, metrics: HttpMetrics) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        dispatcher: Dispatcher,
+        model: ModelInfo,
+        metrics: HttpMetrics,
+        body_room: BodyRoom,
+    ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
+        self._body_room = body_room
+        self._preparation = Preparation(config.max_queue)
         self._batcher = WriteBatcher(metrics.itl.observe_all)
         self._open: set[Generation] = set()
 
@@ -78,6 +90,7 @@ class GenerateApi:
             dispatcher=self._dispatcher,
             metrics=self._metrics,
             arrival=Arrival(context.arrived_s, context.received_s, time.monotonic()),
+            http_id=context.http_id.decode(),
             on_over=self._open.discard,
         )
         self._open.add(generation)
@@ -88,12 +101,18 @@ class GenerateApi:
 
     async def _prepare(self, request: Request, prepare: Prepare) -> PreparedRequest:
         context = context_of(request.scope)
-        data = await read_body(request, self._config.max_body_bytes)
-        context.received_s = time.monotonic()
-        limits = self._limits(context)
-        if len(data) <= _INLINE_BODY_BYTES and not may_take_long(data):
-            return prepare(data, self._model, limits)
-        return await asyncio.get_running_loop().run_in_executor(None, prepare, data, self._model, limits)
+        body = RequestBody(self._body_room)
+        try:
+            data = await body.read(request)
+            context.received_s = time.monotonic()
+            limits = self._limits(context)
+            if len(data) <= _INLINE_BODY_BYTES and not may_take_long(data):
+                return prepare(data, self._model, limits)
+            work = partial(prepare, data, self._model, limits)
+            deadline_s = limits.arrived_s + limits.timeout_s
+            return await self._preparation.run(work, connection_of(request.scope), deadline_s)
+        finally:
+            body.release()
 
     def _limits(self, context: RequestContext) -> RequestLimits:
         worker_vocab_size = self._dispatcher.vocab_size
@@ -108,7 +127,6 @@ class GenerateApi:
             tool_call_parser=self._config.tool_call_parser,
             reasoning_parser=self._config.reasoning_parser,
             wants_timings=context.wants_timings,
-            system_fingerprint=self._dispatcher.system_fingerprint,
         )
 
     async def _stream(self, prepared: PreparedRequest, generation: Generation, connection: ClientConnection) -> ASGIApp:
@@ -138,9 +156,10 @@ class GenerateApi:
             choices.append(WholeChoice(index, text, choice, parts, entries))
         timings = generation.timings() if prepared.include_timings else None
         table = self._model.tokenizer.table
-        body = whole_answer(prepared.head, choices, generation.usage, table, timings=timings)
+        fingerprint = generation.fingerprint
+        body = whole_answer(prepared.head, choices, generation.usage, table, fingerprint=fingerprint, timings=timings)
         response = Response(body, media_type="application/json")
-        response.raw_headers.extend(timing_headers(generation.timelines))
+        response.raw_headers.extend(timing_headers(generation.timelines, fingerprint, is_whole=True))
         return response
 
 
@@ -156,6 +175,9 @@ class _WholeAnswer:
 
     def lane(self) -> None:
         """Nobody looks at the text before the end."""
+
+    def on_granted(self) -> None:
+        """Nobody asks by whom before the end."""
 
     def on_completed(self) -> None:
         if not self.done.done():

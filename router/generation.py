@@ -20,6 +20,7 @@ from twopool.router.http_metrics import HttpMetrics, outcome_of
 from twopool.router.interface import Dispatcher, RoutedRequest
 from twopool.router.prompt_scores import PromptScores
 from twopool.router.responses import Usage
+from twopool.router.stack import combined
 from twopool.router.timings import Arrival, Grant, Timeline
 from twopool.router.token_lane import TokenLane
 
@@ -37,6 +38,9 @@ class GenerationListener(Protocol):
 
     def lane(self) -> TokenLane | None:
         """The short way for the tokens of the only choice, closed, where there is one now."""
+
+    def on_granted(self) -> None:
+        """Workers were found for a prompt, or other ones; ``Generation.fingerprint`` may be another now."""
 
     def on_completed(self) -> None:
         """All choices have finished; follows the last ``on_progress``."""
@@ -63,12 +67,15 @@ class Generation:
         dispatcher: Dispatcher,
         metrics: HttpMetrics,
         arrival: Arrival,
+        http_id: str,
         on_over: Callable[["Generation"], None],
     ) -> None:
+        """``http_id`` is what the client calls the request (``http_ids``)."""
         self.choices: list[ChoiceStream] = [choice for prompt in prompts for choice in prompt.choices]
         self._dispatcher = dispatcher
         self._metrics = metrics
         self.arrival = arrival
+        self.http_id = http_id
         self._on_over = on_over
         self._prompts = prompts
         # Sinks and listener know this generation too. Both are let go of at its end: a cycle would keep all of the
@@ -87,6 +94,12 @@ class Generation:
         """Counts so far."""
         generated = sum([choice.num_tokens for choice in self.choices])
         return Usage(self._num_prompt_tokens, generated, self.num_cached_tokens)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Names what the answer has come from so far; ``None`` where no worker had a part in it."""
+        grants = [timeline.last_grant for timeline in self.timelines]
+        return combined(frozenset().union(*[grant.fingerprints for grant in grants if grant is not None]))
 
     def timings(self) -> Any:
         """What an answer says of its time: an object, or a list of them, prompt by prompt."""
@@ -170,7 +183,7 @@ class Generation:
                     sink.num_tokens,
                     (sink.timeline.ttft_s or 0.0) * 1e3,
                     (time.monotonic() - self.arrival.began_s) * 1e3,
-                    extra={"request_id": sink.request_id},
+                    extra={"request_id": sink.request_id, "http_id": self.http_id},
                 )
 
 
@@ -268,10 +281,13 @@ class _PromptSink:
 
     def on_granted(self, grant: Grant) -> None:
         self.timeline.granted(grant)
+        self._listener.on_granted()
 
     def on_error(self, error: TwopoolError) -> None:
-        _log.warning("request failed: %s", error.message, extra={"request_id": self.request_id})
-        self._generation.failed(error)
+        generation = self._generation
+        ids = {"request_id": self.request_id, "http_id": generation.http_id}
+        _log.warning("request failed: %s", error.message, extra=ids)
+        generation.failed(error)
 
     def record(self, metrics: HttpMetrics, *, completed: bool) -> None:
         """The prompt's observations, once, at its end."""

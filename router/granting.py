@@ -17,7 +17,7 @@ from twopool.router.control import ControlPlane
 from twopool.router.pairing import Pairing, can_serve, choose
 from twopool.router.registry import WorkerRegistry
 from twopool.router.timings import Grant
-from twopool.router.waiting import WaitQueue
+from twopool.router.waiting import WaitQueue, retry_after_s
 from twopool.router.worker_metrics import DispatchHistograms
 
 
@@ -60,8 +60,15 @@ class Granting:
         if flight.wait_until_s is None:
             longest = self._config.resume_timeout_s if flight.started else self._config.max_queue_wait_s
             flight.wait_until_s = now_s + longest
+        if flight.attempt is None:
+            flight.submitted_s = now_s
         flight.queued_s = now_s
         self._queue.add(flight)
+
+    def retry_after_s(self) -> int:
+        """When a request that finds no room now should be tried again."""
+        oldest = self._queue.first()
+        return retry_after_s(0.0 if oldest is None else self._clock() - oldest.submitted_s)
 
     def expire(self, now_s: float) -> None:
         """End the waits that have been too long."""
@@ -102,15 +109,17 @@ class Granting:
             self._owner.fail(flight, UnavailableError(f"no worker could go on with the request within {limit_s:g} s"))
         else:
             limit_s = self._config.max_queue_wait_s
-            self._owner.fail(flight, OverloadedError(f"no worker had room for the request within {limit_s:g} s"))
+            message = f"no worker had room for the request within {limit_s:g} s"
+            self._owner.fail(flight, OverloadedError(message, retry_after_s=self.retry_after_s()))
 
     def _grant(self, flight: Flight, pairing: Pairing, now_s: float) -> None:
         decode = self._workers.worker_of(pairing.decode)
         prefill = self._workers.worker_of(pairing.prefill) if pairing.prefill is not None else None
-        self._queue.remove(flight)
+        self._queue.grant(flight)
         if flight.attempt is None:
             self._histograms.granted(max(now_s - flight.request.arrived_s, 0.0))
-        flight.begin_attempt(pairing, decode, prefill)
+        flight.waited_s += max(now_s - flight.queued_s, 0.0)
+        flight.begin_attempt(pairing, decode, prefill, self._workers.fingerprint(prefill, decode))
         for candidate in (pairing.decode, pairing.prefill):
             if candidate is not None:
                 candidate.breaker.on_grant(now_s)
@@ -126,7 +135,9 @@ class Granting:
                 attempt=flight.attempt,
                 decode=decode.worker_id,
                 prefill=prefill.worker_id if prefill is not None else None,
-                queued_s=max(now_s - flight.queued_s, 0.0),
+                queued_s=flight.waited_s,
+                retried_s=max(now_s - flight.submitted_s - flight.waited_s, 0.0),
                 at_s=self._clock(),
+                fingerprints=flight.fingerprints | {flight.fingerprint},
             )
         )

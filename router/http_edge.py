@@ -2,21 +2,19 @@
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twopool.protocol.errors import InvalidRequestError, TwopoolError
-from twopool.protocol.ids import new_request_id
 from twopool.router.auth import ApiKeys
 from twopool.router.http_errors import error_response
+from twopool.router.http_ids import HEADER, http_id_of
 from twopool.router.http_protocol import connection_of
 
 _log = logging.getLogger("twopool.router")
 _STATE_KEY = "twopool.request"
-_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 """Answered without an API key: probes and scrapers have none."""
@@ -24,9 +22,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.j
 
 @dataclass
 class RequestContext:
-    """What the edge knows of a request. ``http_id`` is the client's own X-Request-Id where it sent a sane one; it is
-    echoed and logged, and never an id inside. ``arrived_s`` is when its first byte was read, ``received_s`` its last.
-    ``timeout_s`` is the client's own deadline (X-Request-Timeout).
+    """What the edge knows of a request. ``http_id``: see ``http_ids``. ``arrived_s`` is when its first byte was read,
+    ``received_s`` its last. ``timeout_s`` is the client's own deadline (X-Request-Timeout).
     """
 
     http_id: bytes
@@ -42,6 +39,11 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
+def log_refusal(error: TwopoolError, http_id: bytes) -> None:
+    """The one line about a request that ends in ``error`` instead of an answer."""
+    _log.info("answered %d: %s", error.http_status, error.message, extra={"http_id": http_id.decode()})
+
+
 class HttpEdge:
     """Wraps the application. POSTs to the paths of ``hot`` go there directly: most of a router's traffic, and half of
     what a request costs beside its tokenisation is the way through general routing.
@@ -55,15 +57,14 @@ class HttpEdge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
         headers = dict(scope["headers"])
-        client_id = headers.get(b"x-request-id", b"")
-        http_id = client_id if _CLIENT_ID.fullmatch(client_id) else new_request_id().encode()
+        http_id = connection.http_id = http_id_of(headers.get(HEADER))
         is_started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", http_id)]
+                message["headers"] = [*message.get("headers", ()), (HEADER, http_id)]
             await send(message)
 
         try:
@@ -80,11 +81,12 @@ class HttpEdge:
         except Exception as error:
             if not isinstance(error, TwopoolError) or is_started:
                 # The last resort: a defect must cost one request, with a trace, not the process.
-                _log.exception("internal error", extra={"request_id": http_id.decode()})
+                _log.exception("internal error", extra={"http_id": http_id.decode()})
             if is_started:
                 await connection.close(timeout_s=0)
                 return
             known = error if isinstance(error, TwopoolError) else TwopoolError("internal server error")
+            log_refusal(known, http_id)
             await error_response(known)(scope, receive, send_with_id)
         finally:
             connection.release()

@@ -5,6 +5,7 @@ Each request's ASGI scope carries a ``ClientConnection`` (``connection_of``). On
 """
 
 import asyncio
+import logging
 import os
 import resource
 import socket
@@ -18,7 +19,9 @@ from uvicorn.server import ServerState
 
 from twopool.protocol.errors import InvalidRequestError, TwopoolError
 from twopool.router.http_errors import HeadersTooLargeError, RequestTimeoutError, error_body
+from twopool.router.http_ids import client_id_in, http_id_of
 
+_log = logging.getLogger("twopool.router")
 _STATE_KEY = "twopool.connection"
 _HIGH_WATER_BYTES = 64 * 1024
 _MAX_DUPLICATED_FD = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3
@@ -46,6 +49,7 @@ class ClientConnection:
         "_transport",
         "began_s",
         "header_error",
+        "http_id",
         "on_write_paused",
         "write",
     )
@@ -53,6 +57,8 @@ class ClientConnection:
     def __init__(self, protocol: "RouterHttpProtocol", cycle: RequestResponseCycle, began_s: float) -> None:
         self.began_s = began_s
         """When the request's first byte was read (``time.monotonic()``)."""
+        self.http_id: bytes | None = None
+        """What the request is called (``http_ids``), once the application has seen it."""
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
@@ -182,6 +188,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
         self._began_s = 0.0
         self._header_bytes = 0
         self._in_headers = False
+        self._is_reading = False
         self._read_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
@@ -274,7 +281,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._began_s = time.monotonic()
         self._header_bytes = 0
-        self._in_headers = True
+        self._in_headers = self._is_reading = True
         self._stop_read_timer()
         self._read_timer = self.loop.call_later(self.config.request_read_timeout_s, self._read_timed_out)
 
@@ -299,6 +306,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
         self.cycle.scope["state"][_STATE_KEY] = connection
 
     def on_message_complete(self) -> None:
+        self._is_reading = False
         self._stop_read_timer()
         super().on_message_complete()
 
@@ -329,7 +337,17 @@ class RouterHttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # an answer is under way: a second status line would garble it
             return
+        http_id = self._http_id()
+        _log.info("answered %d: %s", error.http_status, error.message, extra={"http_id": http_id.decode()})
         body = error_body(error)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.http_status] + head + body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.http_status] + head % (len(body), http_id) + body)
         self.transport.close()
+
+    def _http_id(self) -> bytes:
+        """Of the request that is being read."""
+        if not self._is_reading:
+            return http_id_of(None)
+        if not self._in_headers and self._open and self._open[-1].http_id is not None:
+            return self._open[-1].http_id
+        return http_id_of(client_id_in(self.headers))

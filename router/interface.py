@@ -102,10 +102,5 @@ class Dispatcher(Protocol):
     def vocab_size(self) -> int | None:
         """The workers' logits width; ``None`` while there are none."""
 
-    @property
-    def system_fingerprint(self) -> str | None:
-        """Names what the workers are made of (``stack.fingerprint``); ``None`` while there are none."""
-
-    @property
-    def stack(self) -> dict[str, Any]:
-        """What ``system_fingerprint`` is the hash of."""
+    def stacks(self) -> dict[str, dict[str, Any]]:
+        """What answers may come from now, by the fingerprints that they would have (``router.stack``)."""

@@ -44,7 +44,6 @@ class RequestLimits(msgspec.Struct, frozen=True):
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     wants_timings: bool = False
-    system_fingerprint: str | None = None
 
 
 class _Output(msgspec.Struct, frozen=True):
@@ -145,7 +144,6 @@ def _prepared(
         model=name,
         is_chat=is_chat,
         num_top_logprobs=num_logprobs(body),
-        system_fingerprint=limits.system_fingerprint,
     )
     ids = [request_id] + [new_request_id() for _ in prompts[1:]]
     planned = [

@@ -83,9 +83,7 @@ def _run(config: RouterConfig, model_folder: Path, share: Share | None) -> int:
     name = "router" if share is None else f"router-{share.index}"
     setup_logging(process=name, level=config.log_level, style=config.log_format)
     if share is not None:
-        # Together they hold what one would.
-        queue = -(-config.max_queue // share.count)
-        config = dataclasses.replace(config, control_port=share.control_port, router_processes=1, max_queue=queue)
+        config = dataclasses.replace(config, control_port=share.control_port, router_processes=1)
     try:
         model = load_model_info(model_folder)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -106,7 +104,8 @@ async def _serve(config: RouterConfig, model: ModelInfo, share: Share | None) ->
     metrics = None if share is None else SharedMetrics(registry, share.folder, share.index, share.count)
     try:
         control = _ControlEndpoint(config, security)
-        dispatcher = RequestDispatcher(config, new_router_id(), control, metrics=registry)
+        queue_length = None if share is None else share.queue_length
+        dispatcher = RequestDispatcher(config, new_router_id(), control, metrics=registry, queue_length=queue_length)
         control.serve(dispatcher)
         keys = load_api_keys(config.api_key_file)
         page = None if metrics is None else metrics.page

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from twopool.protocol.config import RouterConfig
+from twopool.router.queue_lengths import QueueLength, QueueLengths
 from twopool.router.server import listen
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Share:
     parent_fd: int
     control_port: int
     is_replacement: bool
+    queue_length: QueueLength
 
     def announce(self, line: bytes) -> None:
         """Tell the parent that this process is up."""
@@ -86,6 +88,7 @@ class _Parent:
         self._parent_fds = os.pipe()
         self._ports: dict[int, int] = {}
         self._index_of: dict[int, int] = {}
+        self._queue_lengths = QueueLengths(config.router_processes)
 
     def run(self) -> int:
         first: list[Listening] = []
@@ -140,7 +143,9 @@ class _Parent:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
-                ended.append((self._index_of.pop(pid), code if code >= 0 else 128 - code))
+                index = self._index_of.pop(pid)
+                self._queue_lengths.of(index).set(0)  # what waited there is gone with it
+                ended.append((index, code if code >= 0 else 128 - code))
         return ended
 
     def _start(self, index: int) -> Listening | None:
@@ -156,6 +161,7 @@ class _Parent:
             parent_fd=self._parent_fds[0],
             control_port=self._ports.get(index, port + index if port else 0),
             is_replacement=index in self._ports,
+            queue_length=self._queue_lengths.of(index),
         )
         pid = os.fork()
         if pid == 0:

@@ -70,9 +70,7 @@ class WorkerRegistry:
         self._by_ref: dict[PeerRef, Worker] = {}
         self.max_model_len: int | None = None
         self.vocab_size: int | None = None
-        self.stack: dict[str, Any] = {}
-        """What all workers are made of (``stack.describe``); empty without workers."""
-        self.fingerprint: str | None = None
+        self._fingerprints: dict[tuple[object, object], str] = {}
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -95,6 +93,26 @@ class WorkerRegistry:
     def worker_of(self, candidate: Candidate) -> Worker:
         """The worker behind a candidate of ``prefills`` or ``decodes``."""
         return self._by_ref[candidate.ref]
+
+    def fingerprint(self, prefill: Worker | None, decode: Worker) -> str:
+        """What an answer of this pair came from (``stack.fingerprint``); without ``prefill``, of ``decode`` alone."""
+        first = (prefill or decode).info
+        kinds = stack.kind(first), stack.kind(decode.info)
+        known = self._fingerprints.get(kinds)
+        if known is None:
+            known = self._fingerprints[kinds] = stack.fingerprint(stack.describe(first, decode.info))
+        return known
+
+    def stacks(self) -> dict[str, dict[str, Any]]:
+        """By fingerprint, what any pair of these workers may be."""
+        pairs = []
+        for decode in [w.info for w in self._workers.values() if w.role == "decode"]:
+            pairs += [(w.info, decode) for w in self._workers.values() if w.role == "prefill"]
+            if decode.local_prefill:
+                pairs.append((decode, decode))
+        kinds = {(stack.kind(prefill), stack.kind(decode)): (prefill, decode) for prefill, decode in pairs}
+        described = [stack.describe(prefill, decode) for prefill, decode in kinds.values()]
+        return {stack.fingerprint(each): each for each in described}
 
     def refusal(self, info: Register) -> str | None:
         """Why ``info`` cannot join, in words, or ``None``. A predecessor of the same name should be gone by now."""
@@ -153,5 +171,4 @@ class WorkerRegistry:
             self._candidates[role] = tuple(w.candidate for w in workers if w.role == role)
         self.max_model_len = min((w.info.max_model_len for w in workers), default=None)
         self.vocab_size = min((w.info.vocab_size for w in workers), default=None)
-        self.stack = stack.describe(w.info for w in workers) if workers else {}
-        self.fingerprint = stack.fingerprint(self.stack) if workers else None
+        self._fingerprints.clear()

@@ -23,7 +23,6 @@ class AnswerHead(msgspec.Struct, frozen=True):
     model: str
     is_chat: bool
     num_top_logprobs: int | None = None
-    system_fingerprint: str | None = None
 
 
 @dataclass
@@ -55,7 +54,13 @@ class WholeChoice:
 
 
 def whole_answer(
-    head: AnswerHead, choices: list[WholeChoice], usage: Usage, table: TokenTable, *, timings: Any = None
+    head: AnswerHead,
+    choices: list[WholeChoice],
+    usage: Usage,
+    table: TokenTable,
+    *,
+    fingerprint: str | None,
+    timings: Any = None,
 ) -> bytes:
     """The body of an answer that is not streamed."""
     body: dict[str, Any] = {
@@ -65,7 +70,7 @@ def whole_answer(
         "model": head.model,
         "choices": [_whole_choice(head, choice, table) for choice in choices],
         "usage": usage.to_json(),
-        "system_fingerprint": head.system_fingerprint,
+        "system_fingerprint": fingerprint,
     }
     if head.is_chat and choices[0].stream.prompt_top is not None:
         body["prompt_logprobs"] = _prompt_logprobs(choices[0], table)
@@ -149,14 +154,12 @@ def _finite(logprob: float) -> float:
 class EventWriter:
     """Formats one stream's events. The fixed parts are encoded once; only text is escaped for each event."""
 
-    def __init__(self, head: AnswerHead, table: TokenTable, *, usage_field: bool) -> None:
+    def __init__(self, head: AnswerHead, table: TokenTable, *, fingerprint: str | None, usage_field: bool) -> None:
         self._head = head
         self._table = table
         kind = "chat.completion.chunk" if head.is_chat else "text_completion"
         fixed: dict[str, Any] = {"id": head.answer_id, "object": kind, "created": head.created, "model": head.model}
-        self._start = (
-            b"data: " + _encode({**fixed, "system_fingerprint": head.system_fingerprint})[:-1] + b',"choices":['
-        )
+        self._start = b"data: " + _encode({**fixed, "system_fingerprint": fingerprint})[:-1] + b',"choices":['
         self._usage_null = b',"usage":null' if usage_field else b""
         self._text_end = b'},"logprobs":' if head.is_chat else b',"logprobs":'
         self._plain_end = self._text_end + b'null,"finish_reason":null}]' + self._end(None)

@@ -2,10 +2,12 @@
 
 Two answers with the same fingerprint came from the same weights, number formats, kernels, degrees of parallelism and
 version, so that the same seed should have given the same tokens; where one of them changed, so does the fingerprint.
+It is of the pair that served the request, not of the pools: in mixed ones neighbours may differ. An answer that several
+different pairs had a part in, one after another or for different prompts, has a fingerprint of all of them.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -15,26 +17,43 @@ import msgspec
 from twopool.protocol.messages import PROTOCOL_VERSION, Register
 
 
-def describe(workers: Iterable[Register]) -> dict[str, Any]:
-    """The stack of these workers; each side lists every combination among them."""
-    infos = list(workers)
+def kind(info: Register) -> tuple[str, str, int]:
+    """What of a worker decides about its numbers, beside the model that all of them share."""
+    return info.dtype, info.kernel_backend, info.tp_size
+
+
+def describe(prefill: Register, decode: Register) -> dict[str, Any]:
+    """The stack of a pair; a decode worker that prefills for itself is both."""
     return {
         "version": _version(),
         "protocol": PROTOCOL_VERSION,
-        "model": sorted({info.model for info in infos}),
-        "model_hash": sorted({info.compatibility_hash for info in infos}),
-        **{role: _sides(info for info in infos if info.role == role) for role in ("prefill", "decode")},
+        "model": decode.model,
+        "model_hash": decode.compatibility_hash,
+        "prefill": _side(prefill),
+        "decode": _side(decode),
     }
 
 
 def fingerprint(stack: dict[str, Any]) -> str:
     """``fp_`` and 64 bits of a hash."""
-    return "fp_" + hashlib.blake2b(msgspec.json.encode(stack, order="sorted"), digest_size=8).hexdigest()
+    return _hash(stack)
 
 
-def _sides(infos: Iterable[Register]) -> list[dict[str, Any]]:
-    kinds = sorted({(info.dtype, info.kernel_backend, info.tp_size) for info in infos})
-    return [{"dtype": dtype, "kernels": kernels, "tensor_parallel_size": tp} for dtype, kernels, tp in kinds]
+def combined(fingerprints: Collection[str]) -> str | None:
+    """One for all: itself where they are equal, ``None`` where there are none."""
+    distinct = sorted(set(fingerprints))
+    if len(distinct) > 1:
+        return _hash(distinct)
+    return distinct[0] if distinct else None
+
+
+def _side(info: Register) -> dict[str, Any]:
+    dtype, kernels, tp_size = kind(info)
+    return {"dtype": dtype, "kernels": kernels, "tensor_parallel_size": tp_size}
+
+
+def _hash(value: Any) -> str:
+    return "fp_" + hashlib.blake2b(msgspec.json.encode(value, order="sorted"), digest_size=8).hexdigest()
 
 
 @cache

@@ -19,7 +19,7 @@ from twopool.router.generation import Generation
 from twopool.router.http_errors import error_body
 from twopool.router.http_protocol import ClientConnection
 from twopool.router.responses import DONE_EVENT, AnswerHead, EventWriter, Usage, error_event
-from twopool.router.timings import timing_headers
+from twopool.router.timing_headers import timing_headers
 from twopool.router.token_lane import TokenLane, WriteBatcher
 
 _HEADERS = [
@@ -45,6 +45,7 @@ class StreamAnswer:
         "_dirty",
         "_ended",
         "_error",
+        "_fingerprint",
         "_generation",
         "_head",
         "_include_timings",
@@ -57,6 +58,7 @@ class StreamAnswer:
         "_lane",
         "_last_bytes_timeout_s",
         "_started",
+        "_table",
         "_writer",
         "first",
     )
@@ -79,7 +81,9 @@ class StreamAnswer:
         self._head = head
         self._connection = connection
         self._batcher = batcher
-        self._writer = EventWriter(head, table, usage_field=include_usage)
+        self._table = table
+        self._fingerprint: str | None = None
+        self._writer: EventWriter  # from the first token on
         self._include_usage = include_usage
         self._include_timings = include_timings
         self._continuous_usage = continuous_usage
@@ -113,6 +117,11 @@ class StreamAnswer:
             return None
         return self._lane
 
+    def on_granted(self) -> None:
+        """Events that follow a re-pairing with other kinds of workers say so: their fingerprint is of all so far."""
+        if self._is_open and self._generation.fingerprint != self._fingerprint:
+            self._renew_writer()
+
     def on_completed(self) -> None:
         self._is_completed = True
 
@@ -130,7 +139,8 @@ class StreamAnswer:
             self._connection.watch(self._on_lost)
             self._is_chunked = self._connection.begin_stream()
             self._is_plain = self._is_plain and self._is_chunked  # chunks are all that a lane can write
-            headers = [*_HEADERS, *timing_headers(self._generation.timelines)]
+            self._renew_writer()
+            headers = [*_HEADERS, *timing_headers(self._generation.timelines, self._fingerprint, is_whole=False)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._is_open = True
             self.flush()
@@ -214,6 +224,13 @@ class StreamAnswer:
             self._lane = TokenLane(choices[0], self._connection, self._batcher, start, end)
             # In the lane nobody looks at how much the client leaves unread.
             self._connection.on_write_paused = self._lane.hold
+
+    def _renew_writer(self) -> None:
+        self._fingerprint = self._generation.fingerprint
+        self._writer = EventWriter(
+            self._head, self._table, fingerprint=self._fingerprint, usage_field=self._include_usage
+        )
+        self._lane = None  # it has the start of the events in it; a new one is made with the next event
 
     def _add_choice_events(self, index: int, events: list[bytes]) -> None:
         choice = self._generation.choices[index]

@@ -18,6 +18,7 @@ PHASES = (
     "tokenize",
     "route",
     "queue",
+    "retry",
     "prefill_queue",
     "prefill",
     "first_token_delivery",
@@ -26,9 +27,10 @@ PHASES = (
     "handover",
     "decode",
 )
-"""The names that figures and metrics use. The first seven sum to the TTFT."""
+"""The names that figures and metrics use."""
 
-_NUM_BEFORE_FIRST = 7
+BEFORE_FIRST = PHASES[:8]
+"""Those that sum to the TTFT; each is there at most once."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -40,13 +42,23 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """An attempt's workers. ``queued_s`` is how long the request waited for it, ``at_s`` when it had been sent."""
+    """An attempt's workers. ``queued_s`` is how long the request has waited for workers, all waits together,
+    ``retried_s`` how long it was with workers that came to nothing, ``at_s`` when this attempt had been sent.
+    ``fingerprints`` are of the pairs that have a part in the answer: this one, and those whose tokens it goes on from.
+    """
 
     attempt: int
     decode: WorkerId
     prefill: WorkerId | None
     queued_s: float
+    retried_s: float
     at_s: float
+    fingerprints: frozenset[str]
+
+    @property
+    def prefilled_by(self) -> WorkerId:
+        """A decode worker may prefill for itself."""
+        return self.decode if self.prefill is None else self.prefill
 
 
 @dataclass(slots=True)
@@ -75,6 +87,20 @@ class Timeline:
         return 0 if self.prefill is None else self.prefill.cached_tokens
 
     @property
+    def num_bytes_moved(self) -> int:
+        """Bytes of KV that travelled."""
+        return 0 if self.handover is None else self.handover.num_bytes
+
+    def cached_by_source(self) -> dict[str, int]:
+        """Prompt tokens that were in the prefill worker's cache, in a peer's, in the decode worker's."""
+        peer_tokens = 0 if self.prefill is None else self.prefill.peer_tokens
+        return {
+            "prefill": self.num_cached_tokens - peer_tokens,
+            "peer": peer_tokens,
+            "decode": 0 if self.handover is None else self.handover.held_tokens,
+        }
+
+    @property
     def ttft_s(self) -> float | None:
         """From the first byte of the request to the write of its first token, or to its arrival here."""
         end_s = self.written_s if self.written_s is not None else self.first_s
@@ -88,8 +114,10 @@ class Timeline:
         parts["tokenize"] = max(0.0, arrival.prepared_s - arrival.received_s)
         if grant is None or ttft_s is None:
             return parts
-        parts["route"] = max(0.0, grant.at_s - arrival.prepared_s - grant.queued_s)
+        parts["route"] = max(0.0, grant.at_s - arrival.prepared_s - grant.queued_s - grant.retried_s)
         parts["queue"] = grant.queued_s
+        if grant.attempt:
+            parts["retry"] = grant.retried_s
         left_s = max(0.0, arrival.began_s + ttft_s - grant.at_s)
         if self.prefill is not None:
             parts["prefill_queue"] = min(left_s, self.prefill.queue_s)
@@ -106,49 +134,31 @@ class Timeline:
                 parts["decode"] = max(0.0, self.last_s - self.first_s)
         return parts
 
+    def totals(self) -> dict[str, float]:
+        """Seconds of what spans several phases, as far as it is over."""
+        totals: dict[str, float] = {}
+        ttft_s = self.ttft_s
+        if ttft_s is not None:
+            totals["ttft"] = ttft_s
+        if self.last_s is not None:
+            totals["total"] = max(0.0, self.last_s - self.arrival.began_s)
+        if self.handover is not None:
+            totals["transfer"] = self.handover.transfer_s
+        return totals
+
     def to_json(self) -> dict[str, Any]:
         """What an answer carries on request; times in milliseconds."""
-        seconds = self.seconds()
+        seconds, totals, grant = self.seconds(), self.totals(), self.last_grant
         figures: dict[str, Any] = {f"{name}_ms": _ms(seconds[name]) for name in PHASES if name in seconds}
-        ttft_s, handover, grant = self.ttft_s, self.handover, self.last_grant
-        figures["ttft_ms"] = None if ttft_s is None else _ms(ttft_s)
-        if self.last_s is not None:
-            figures["total_ms"] = _ms(max(0.0, self.last_s - self.arrival.began_s))
-        if handover is not None:
-            figures["transfer_ms"] = _ms(handover.transfer_s)
-        figures["kv_bytes_moved"] = 0 if handover is None else handover.num_bytes
-        peer_tokens = 0 if self.prefill is None else self.prefill.peer_tokens
-        figures["cached_tokens"] = {
-            "prefill": self.num_cached_tokens - peer_tokens,
-            "peer": peer_tokens,
-            "decode": 0 if handover is None else handover.held_tokens,
-        }
+        figures["ttft_ms"] = None
+        figures |= {f"{name}_ms": _ms(value) for name, value in totals.items()}
+        figures["kv_bytes_moved"] = self.num_bytes_moved
+        figures["cached_tokens"] = self.cached_by_source()
         if grant is not None:
             figures["attempts"] = grant.attempt + 1
             figures["decode_worker"] = grant.decode
-            figures["prefill_worker"] = grant.prefill if grant.prefill is not None else grant.decode
+            figures["prefill_worker"] = grant.prefilled_by
         return figures
-
-    def server_timing(self) -> bytes:
-        """The value of a ``Server-Timing`` header; durations in milliseconds."""
-        entries = [*self.seconds().items()]
-        ttft_s = self.ttft_s
-        if ttft_s is not None:
-            entries.append(("ttft", ttft_s))
-        return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in entries]).encode()
-
-
-def timing_headers(timelines: list[Timeline]) -> list[tuple[bytes, bytes]]:
-    """Response headers of an answer: ``Server-Timing``, and who served it. Of several prompts, the first."""
-    if not timelines:
-        return []
-    first = timelines[0]
-    headers = [(b"server-timing", first.server_timing())]
-    grant = first.last_grant
-    if grant is not None:
-        prefill = grant.prefill if grant.prefill is not None else grant.decode
-        headers += [(b"x-prefill-worker", prefill.encode()), (b"x-decode-worker", grant.decode.encode())]
-    return headers
 
 
 def _ms(seconds: float) -> float:

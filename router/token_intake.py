@@ -27,6 +27,9 @@ GAP_TIMEOUT_S = 5.0
 class IntakeOwner(Protocol):
     """Who decides what becomes of a request."""
 
+    def started(self, flight: Flight) -> None:
+        """An attempt's first delta came: its workers have taken it."""
+
     def complete(self, flight: Flight) -> None:
         """Every choice has ended."""
 
@@ -181,6 +184,7 @@ class TokenIntake:
             flight.phase = Phase.STREAMING
             flight.started = True
             flight.wait_until_s = None
+            self._owner.started(flight)
             if flight.reservation is not None:
                 flight.reservation.prefill_done()
         worker.candidate.breaker.on_success()

@@ -18,6 +18,7 @@ from twopool.protocol.ids import ChoiceIndex, Epoch, RequestId, RouterId, Worker
 from twopool.protocol.messages import (
     PROTOCOL_VERSION,
     BlockCounts,
+    Busy,
     Cancel,
     CancelChoice,
     Generate,
@@ -53,9 +54,9 @@ class _Running:
 
 
 class MockDecode:
-    """Runs every request it is given, one token a step."""
+    """Runs every request it is given, one token a step; ``max_running`` at once, where it is given."""
 
-    def __init__(self, answer_ids: list[int], prefill: "MockPrefill") -> None:
+    def __init__(self, answer_ids: list[int], prefill: "MockPrefill", max_running: int | None = None) -> None:
         self.step_ms = 0.0
         self.links: RouterLinks | None = None
         self._answer = answer_ids
@@ -63,9 +64,17 @@ class MockDecode:
         self._running: dict[RequestId, _Running] = {}
         self._has_work = asyncio.Event()
         self._num_steps = 0
+        self._max_running = max_running
 
     def on_request_message(self, router_id: RouterId, message: RequestMessage) -> None:
         match message:
+            case Generate() if self._max_running is not None and len(self._running) >= self._max_running:
+                if self.links is not None:
+                    worker_id = WorkerId("decode-0")
+                    self.links.send(
+                        router_id,
+                        Busy(request_id=message.request_id, attempt=message.attempt, worker_id=worker_id),
+                    )
             case Generate():
                 self._prefill.first_token(router_id, message)
                 self._running[message.request_id] = _Running(router_id, message)
@@ -199,11 +208,11 @@ def _registration(role: Role, epoch: Epoch) -> Register:
     )
 
 
-async def _serve(routers: tuple[str, ...], answer_ids: list[int]) -> None:
+async def _serve(routers: tuple[str, ...], answer_ids: list[int], max_running: int | None) -> None:
     security = Security(None)
     epoch = new_epoch()
     prefill = MockPrefill(answer_ids)
-    decode = MockDecode(answer_ids, prefill)
+    decode = MockDecode(answer_ids, prefill, max_running)
     peers = (PeerRef(WorkerId("prefill-0"), epoch),)
     try:
         prefill.links = RouterLinks(
@@ -235,10 +244,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the benchmark's model")
     parser.add_argument("--router", action="append", required=True, help="control endpoint; once for each router")
+    parser.add_argument("--max-running", type=int, help="requests taken at once; more are told that all is full")
     args = parser.parse_args()
     answer_ids, _ = read_answer(args.model)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(tuple(args.router), answer_ids))
+        runner.run(_serve(tuple(args.router), answer_ids, args.max_running))
     return 0
 
 

@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -17,6 +19,7 @@ import pytest
 from twopool.scripts.bench_router_control import set_step
 from twopool.scripts.bench_router_model import build_model
 from twopool_testing.cluster import Process, wait_for
+from twopool_testing.http_server import raw_request
 
 pytestmark = pytest.mark.e2e
 BODY = {"prompt": "hi", "max_tokens": 60, "ignore_eos": True}
@@ -39,10 +42,12 @@ def router(model: Path, folder: Path, name: str, *flags: str) -> Iterator[Proces
 
 
 @contextmanager
-def workers(model: Path, *controls: str) -> Iterator["subprocess.Popen[str]"]:
+def workers(model: Path, *controls: str, max_running: int | None = None) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-P", "-m", "twopool.scripts.bench_router_workers", "--model", str(model)]
     for control in controls:
         command += ["--router", control]
+    if max_running is not None:
+        command += ["--max-running", str(max_running)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -102,6 +107,36 @@ def test_a_process_is_renewed_without_a_lost_stream(model: Path, tmp_path: Path)
         assert not any(psutil.pid_exists(pid) for pid in now)
 
 
+def test_one_process_may_hold_all_that_waits_and_then_none_takes_more(model: Path, tmp_path: Path) -> None:
+    """``--max-queue`` is the router's, not a process's; what waited in one that is killed makes room."""
+    flags = ("--router-processes", "3", "--max-queue", "6", "--max-queue-wait-s", "120")
+    with router(model, tmp_path, "router", *flags) as parent, ExitStack() as sockets:
+        url = parent.announced["http"]
+        with workers(model, *parent.announced["control"].split(","), max_running=0):
+            wait_for(lambda: ready_processes(url) == 3, 20, "three ready processes")
+            holder, *others = (child.pid for child in psutil.Process(parent.pid).children())
+            for pid in others:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                asked = [sockets.enter_context(ask(url)) for _ in range(10)]
+                wait_for(lambda: len(answers(asked)) == 4, 10, "four refusals")
+            finally:
+                for pid in others:
+                    os.kill(pid, signal.SIGCONT)
+            assert all(b" 429 " in answer and b"requests are waiting" in answer for answer in answers(asked))
+            wait_for(lambda: ready_processes(url) == 3, 20, "three ready processes")
+            again = [sockets.enter_context(ask(url)) for _ in range(6)]
+            wait_for(lambda: len(answers(again)) == 6, 10, "refusals by whichever process")
+            assert all(b" 429 " in answer for answer in answers(again))
+            assert sorted(samples(url, "twopool_queue_length").values()) == [0, 0, 6]
+            os.kill(holder, signal.SIGKILL)
+            wait_for(lambda: not psutil.pid_exists(holder), 20, "the end of the killed process")
+            wait_for(lambda: ready_processes(url) == 3, 20, "a replacement")
+            later = [sockets.enter_context(ask(url)) for _ in range(6)]
+            wait_for(lambda: sum(samples(url, "twopool_queue_length").values()) == 6, 10, "six waiting")
+            assert answers(later) == []
+
+
 def test_children_leave_with_a_killed_parent(model: Path, tmp_path: Path) -> None:
     with router(model, tmp_path, "router", "--router-processes", "2") as parent:
         children = psutil.Process(parent.pid).children()
@@ -118,6 +153,24 @@ def test_a_child_that_cannot_start_ends_the_parent_in_words(model: Path, tmp_pat
         second = Process(command, tmp_path / "second.log")
         assert second.wait(20) == 2
         assert "--control-port" in second.log_text()
+
+
+def ask(url: str) -> socket.socket:
+    """A connection with a request on it."""
+    address = urlsplit(url)
+    connection = socket.create_connection((address.hostname, address.port))
+    connection.sendall(raw_request(BODY, "/v1/completions"))
+    connection.setblocking(False)
+    return connection
+
+
+def answers(connections: list[socket.socket]) -> list[bytes]:
+    """Of those that have one by now; they keep it."""
+    heads = []
+    for connection in connections:
+        with suppress(BlockingIOError):
+            heads.append(connection.recv(65536, socket.MSG_PEEK))
+    return heads
 
 
 def samples(url: str, name: str) -> dict[str, float]:

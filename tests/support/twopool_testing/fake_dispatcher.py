@@ -4,11 +4,11 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from twopool.protocol.errors import TwopoolError
 from twopool.protocol.ids import Attempt, ChoiceIndex, RequestId, WorkerId
-from twopool.protocol.messages import FinishReason, PrefillReport, TokenDelta, TokenLogprobs
+from twopool.protocol.messages import FinishReason, HandoverReport, PrefillReport, TokenDelta, TokenLogprobs
 from twopool.router.interface import RoutedRequest, TokenLane, TokenSink
 from twopool.router.registry import Worker
 
@@ -30,6 +30,7 @@ class FakeRequest:
     open_choices: set[int] = field(default_factory=set)
     cancelled: bool = False
     lane: TokenLane | None = None
+    handover: HandoverReport | None = None
 
     def send(
         self,
@@ -40,7 +41,15 @@ class FakeRequest:
     ) -> None:
         """The next tokens of ``choice``; a single one goes the short way where there is one, as the dispatcher does."""
         lane = self.lane
-        if lane is not None and lane.worker is WORKER and len(token_ids) == 1 and finish_reason is None:
+        index = self.next_index.get(choice, 0)
+        handover = self.handover if index == 1 else None
+        if (
+            lane is not None
+            and handover is None
+            and lane.worker is WORKER
+            and len(token_ids) == 1
+            and finish_reason is None
+        ):
             self.next_index[choice] += 1
             lane.output_ids.append(token_ids[0])
             if not lane.is_marked:
@@ -48,7 +57,6 @@ class FakeRequest:
                 lane.mark(lane)
             return
         self.close_lane()
-        index = self.next_index.get(choice, 0)
         report = None
         if not self.next_index:
             report = PrefillReport(
@@ -70,6 +78,7 @@ class FakeRequest:
                 stop_token_id=stop_token_id,
                 logprobs=logprobs,
                 prefill=report,
+                handover=handover,
             )
         )
 
@@ -109,19 +118,25 @@ class FakeDispatcher:
         self.fail_submit_after = 0
         self.cached_tokens = 0
         self.logprob = -0.5
+        self.handover: HandoverReport | None = None
         self.ready = True
         self.step_s = 0.0
         self.max_model_len: int | None = None
         self.vocab_size: int | None = None
-        self.system_fingerprint: str | None = "fp_fake"
-        self.stack: dict[str, object] = {"model": ["fake"]}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, request: RoutedRequest, sink: TokenSink) -> None:
         if self.submit_error is not None and len(self.requests) >= self.fail_submit_after:
             raise self.submit_error
-        fake = FakeRequest(request, sink, self.cached_tokens, self.logprob, open_choices=set(range(request.sampling.n)))
+        fake = FakeRequest(
+            request,
+            sink,
+            self.cached_tokens,
+            self.logprob,
+            open_choices=set(range(request.sampling.n)),
+            handover=self.handover,
+        )
         self.requests.append(fake)
         self.by_id[request.request_id] = fake
         self._changed.set()
@@ -145,6 +160,9 @@ class FakeDispatcher:
 
     def ready_reason(self) -> str:
         return "one pair" if self.ready else "no decode worker has registered"
+
+    def stacks(self) -> dict[str, dict[str, Any]]:
+        return {"fp_fake": {"model": "fake"}}
 
     async def request(self, number: int = 0) -> FakeRequest:
         """The submitted request with this number, once it is there."""

@@ -38,6 +38,7 @@ from twopool.protocol.messages import (
 )
 from twopool.router.dispatcher import RequestDispatcher
 from twopool.router.interface import RoutedRequest
+from twopool.router.queue_lengths import QueueLength
 from twopool.router.registry import Worker
 from twopool.router.timings import Grant
 
@@ -293,7 +294,7 @@ class MockWorker:
 class MockCluster:
     """The dispatcher under test and its surroundings."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, queue_length: QueueLength | None = None, **config: Any) -> None:
         self.clock = ManualClock()
         self.socket = FakeSocket()
         self.metrics = CollectorRegistry()
@@ -303,6 +304,7 @@ class MockCluster:
             self.socket,
             metrics=self.metrics,
             clock=self.clock,
+            queue_length=queue_length,
         )
         self._num_peers = 0
         self._num_requests = 0

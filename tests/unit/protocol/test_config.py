@@ -115,6 +115,13 @@ def test_each_refusal_names_flag_and_value(args: tuple[str, ...], flag: str, val
     assert flag in raised.value.message and value in raised.value.message
 
 
+def test_the_room_for_bodies_holds_the_largest() -> None:
+    with pytest.raises(ConfigError, match=r"--max-pending-body-bytes 10: .*--max-body-bytes 11") as raised:
+        RouterConfig(max_body_bytes=11, max_pending_body_bytes=10)
+    assert raised.value.param == "--max-pending-body-bytes"
+    RouterConfig(max_body_bytes=10, max_pending_body_bytes=10)
+
+
 def test_ranks_are_dealt_out_to_nodes_in_order() -> None:
     def parts(size: int, nnodes: int) -> list[list[int]]:
         return [

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import weakref
 
 import pytest
@@ -13,11 +14,13 @@ from twopool.protocol.errors import (
     TwopoolError,
     UnavailableError,
 )
+from twopool.protocol.ids import RequestId
 from twopool.protocol.messages import (
     Cancel,
     Draining,
     Generate,
 )
+from twopool.router.queue_lengths import QueueLengths
 from twopool_testing.mock_control import MockCluster, RecordingSink
 
 pytestmark = pytest.mark.usefixtures("no_defects")
@@ -125,9 +128,10 @@ def test_the_queue_is_bounded_and_patience_too(cluster: MockCluster) -> None:
     sinks = [cluster.submit()[1] for _ in range(2)]
     for granted in decode.take_of(Generate):
         decode.busy(granted)
+    cluster.clock.now_s += 3.5
     with pytest.raises(OverloadedError) as raised:
         cluster.submit()
-    assert raised.value.http_status == 429
+    assert (raised.value.http_status, raised.value.retry_after_s) == (429, 4)
     for _ in range(60):
         cluster.advance(0.1)
         for granted in decode.take_of(Generate):
@@ -135,6 +139,87 @@ def test_the_queue_is_bounded_and_patience_too(cluster: MockCluster) -> None:
     assert [type(sink.error) for sink in sinks] == [OverloadedError] * 2
     cluster.assert_idle()
     cluster.submit()
+
+
+def test_attempts_in_vain_make_no_room(cluster: MockCluster) -> None:
+    """While a request that was refused is tried again it still waits: nobody slips into its place."""
+    _, decode = cluster.pair()
+    sinks = [cluster.submit()[1] for _ in range(2)]
+    for granted in decode.take_of(Generate):
+        decode.busy(granted)
+    for _ in range(20):
+        cluster.advance(0.2)
+        for granted in decode.take_of(Generate):
+            with pytest.raises(OverloadedError):
+                cluster.submit()
+            decode.busy(granted)
+    assert not any(sink.errors for sink in sinks)
+    cluster.advance(0.2)
+    decode.tokens(decode.take_of(Generate)[0], 0, 1)
+    cluster.submit()
+
+
+def test_of_those_that_were_refused_together_the_last_go(cluster: MockCluster) -> None:
+    """None of them waited when it came, so none could be refused then."""
+    _, decode = cluster.pair()
+    sinks = [cluster.submit()[1] for _ in range(5)]
+    for granted in reversed(decode.take_of(Generate)):
+        decode.busy(granted)
+    assert [len(sink.errors) for sink in sinks] == [0, 0, 1, 1, 1]
+    assert all(isinstance(sink.error, OverloadedError) for sink in sinks[2:])
+    assert cluster.metric("twopool_queue_length") == 2
+
+
+def test_processes_of_one_router_share_the_bound() -> None:
+    """It does not matter whose clients come: one may have all that wait, and then no other takes more."""
+    lengths = QueueLengths(3)
+    clusters = [MockCluster(max_queue=4, queue_length=lengths.of(index)) for index in range(3)]
+    decodes = [cluster.pair()[1] for cluster in clusters]
+
+    def wait_at(index: int) -> RequestId:
+        request_id, _ = clusters[index].submit()
+        for granted in decodes[index].take_of(Generate):
+            decodes[index].busy(granted)
+        return request_id
+
+    waiting = [wait_at(0) for _ in range(3)] + [wait_at(1)]
+    for cluster in clusters:
+        with pytest.raises(OverloadedError, match="4 requests are waiting"):
+            cluster.submit()
+    clusters[0].dispatcher.cancel(waiting[0])
+    wait_at(2)
+    with pytest.raises(OverloadedError):
+        clusters[0].submit()
+    lengths.of(1).set(0)  # that process ended
+    wait_at(0)
+    with pytest.raises(OverloadedError):
+        clusters[2].submit()
+
+
+def test_a_granted_request_makes_room_for_the_other_processes() -> None:
+    lengths = QueueLengths(2)
+    clusters = [MockCluster(max_queue=1, queue_length=lengths.of(index)) for index in range(2)]
+    (prefill, decode), (_, other) = (cluster.pair() for cluster in clusters)
+    clusters[0].submit()
+    decode.busy(decode.take_generate())
+    with pytest.raises(OverloadedError):
+        clusters[1].submit()
+    decode.heartbeat(prefill)
+    decode.tokens(decode.take_generate(), 0, 1)
+    clusters[1].submit()
+    other.take_generate()
+    assert lengths.of(0).everywhere() == 0
+
+
+def test_a_forked_process_has_the_same_figures() -> None:
+    lengths = QueueLengths(2)
+    pid = os.fork()
+    if pid == 0:
+        lengths.of(1).set(7)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    lengths.of(0).set(2)
+    assert lengths.of(1).everywhere() == 9
 
 
 @pytest.mark.parametrize("state", ["queued", "granted", "streaming"])

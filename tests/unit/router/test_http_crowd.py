@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import psutil
@@ -122,18 +123,25 @@ async def test_a_slow_loris_crowd_does_not_keep_others_out(
 
 
 async def test_a_client_that_leaves_is_noticed_in_the_same_moment(tiny_model: ModelInfo) -> None:
-    """Between two tokens, without waiting for the next one to be written."""
+    """Between two tokens, without waiting for the next one to be written. The best of several: machines are busy."""
     dispatcher = FakeDispatcher()
+    body = json.dumps({"prompt": "hi", "stream": True}).encode()
+    delays_s = []
     async with running_server(tiny_model, dispatcher) as server:
-        reader, writer = await server.connect()
-        body = json.dumps({"prompt": "hi", "stream": True}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        fake = await dispatcher.request()
-        fake.send(0, [60])
-        await reader.readuntil(b"data: ")
-        writer.close()
-        async with asyncio.timeout(5):
-            await dispatcher.until_cancelled(fake)
+        for number in range(10):
+            reader, writer = await server.connect()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+            fake = await dispatcher.request(number)
+            fake.send(0, [60])
+            await reader.readuntil(b"data: ")
+            left_s = time.monotonic()
+            writer.close()
+            async with asyncio.timeout(5):
+                await dispatcher.until_cancelled(fake)
+            delays_s.append(time.monotonic() - left_s)
+    assert min(delays_s) < 0.01
+    assert sorted(delays_s)[5] < 0.05
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -159,6 +160,51 @@ async def test_request_ids(server: RunningServer) -> None:
     assert "mine-1" not in inner
     response = await server.client.get("/nope", headers={"x-request-id": "y" * 300})
     assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_request_ids_are_logged_beside_those_inside(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever has a client's log finds the request in the router's and, from there, in the workers'."""
+    caplog.set_level("INFO", logger="twopool.router")
+    await server.post("/v1/chat/completions", CHAT, **{"x-request-id": "mine-1"})
+    await server.post("/v1/chat/completions", {**CHAT, "temperature": 9}, **{"x-request-id": "mine-2"})
+    await server.client.get("/v1/models/nope", headers={"x-request-id": "mine-3"})
+    [fake] = server.dispatcher.requests
+    lines = {record.__dict__["http_id"]: record for record in caplog.records if "http_id" in record.__dict__}
+    assert lines["mine-1"].__dict__["request_id"] == fake.routed.request_id
+    assert "temperature" in lines["mine-2"].getMessage()
+    assert "answered 404" in lines["mine-3"].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\nx-request-id: mine\r\nx: " + b"a" * 3000 + b"\r\n", 431, b"mine"),
+        (b"GET / HTTP/1.1\r\nX-Request-ID: mine\r\nhost: test\r\nbad header\r\n\r\n", 400, b"mine"),
+        (b"POST /v1/completions HTTP/1.1\r\nx-request-id: mine\r\ncontent-length: 9\r\n\r\n{", 408, b"mine"),
+        (b"GET /health HTTP/1.1\r\nx-request-id: mine\r\n\r\n\x00\x00\x00", 400, b"req-"),
+        (b"POST /v1/comp", 408, b"req-"),
+        (b"\x16\x03\x01", 400, b"req-"),
+    ],
+)
+async def test_refusals_below_the_application_have_an_id(
+    tiny_model: ModelInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sent: bytes,
+    status: int,
+    expected: bytes,
+) -> None:
+    """Also the id of the request at fault, not of the one before it on that connection."""
+    caplog.set_level("INFO", logger="twopool.router")
+    monkeypatch.setattr(ProtocolConfig, "request_read_timeout_s", 0.2)
+    async with running_server(tiny_model, FakeDispatcher(), max_header_bytes=2048) as server:
+        answer = (await exchange(server, sent[:20], sent[20:])).split(b"HTTP/1.1 ")[-1]
+    assert answer.startswith(b"%d " % status)
+    [http_id] = re.findall(rb"(?m)^x-request-id: (.*)\r$", answer)
+    assert http_id.startswith(expected)
+    assert http_id.decode() in [record.__dict__.get("http_id") for record in caplog.records]
 
 
 async def test_api_keys(tiny_model: ModelInfo) -> None:
