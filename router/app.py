@@ -151,7 +151,7 @@ class RouterApp:
     async def _ready(self, request: Request) -> Response:
         reason = self._dispatcher.ready_reason()
         if not self._dispatcher.is_ready():
-            raise UnavailableError(reason)
+            return error_response(UnavailableError(reason))  # an answer to a probe, and no line for each of them
         return _json({"status": "ready", "reason": reason})
 
     async def _metrics_page(self, request: Request) -> Response:
