@@ -417,6 +417,21 @@ def test_bodies_that_are_no_json_object(tiny_model: ModelInfo, data: bytes) -> N
             prepare(data, tiny_model, LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("prepare", "fields", "param"),
+    [
+        (prepare_chat, {}, "messages"),
+        (prepare_completion, {}, "prompt"),
+        (prepare_chat, {"messages": [], "response_format": {}}, "response_format.type"),
+        (prepare_completion, {"prompt": "a", "response_format": {"json_schema": {}}}, "response_format.type"),
+    ],
+)
+def test_what_is_missing_is_named(tiny_model: ModelInfo, prepare: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        prepare(json.dumps(fields).encode(), tiny_model, LIMITS)
+    assert (caught.value.param, caught.value.message) == (param, f"{param}: a required field is missing")
+
+
 def test_salts_separate_tenants_and_cache_salts(tiny_model: ModelInfo) -> None:
     data = json.dumps({"prompt": "a"}).encode()
     salted = json.dumps({"prompt": "a", "cache_salt": "s"}).encode()

@@ -43,6 +43,7 @@ async def test_long_texts_leave_the_event_loop(tiny_model: ModelInfo) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[...]"),
