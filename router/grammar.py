@@ -113,6 +113,9 @@ def _response_format(kind: str, schema: Any) -> tuple[str, Grammar]:
     path = "response_format.json_schema"
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{path}: expected an object", param=path)
+    for name in ("name", "description"):
+        if not isinstance(schema.get(name), str | None):
+            raise InvalidRequestError(f"{path}.{name}: expected a string", param=f"{path}.{name}")
     strict = schema.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequestError(f"{path}.strict: expected true or false", param=f"{path}.strict")
@@ -123,14 +126,19 @@ def _response_format(kind: str, schema: Any) -> tuple[str, Grammar]:
 def _guided(body: GenerationBody) -> list[tuple[str, str, Any]]:
     """(field, kind, value) of vLLM's fields, old and new."""
     fields = [(field, kind, getattr(body, field)) for field, kind in _OLD_FIELDS]
-    options = body.structured_outputs
-    if options is None:
+    if body.structured_outputs is None:
         return fields
+    # vLLM's own object, dumped, has every option: those that are off change nothing.
+    options = {name: value for name, value in body.structured_outputs.items() if not _is_off(name, value)}
     unknown = sorted(set(options) - set(_GUIDED))
     if unknown:
         path = f"structured_outputs.{unknown[0][:64]}"
         raise InvalidRequestError(f"{path}: not supported by this server", param=path)
     return fields + [(f"structured_outputs.{kind}", kind, options.get(kind)) for kind in _GUIDED]
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return value is None or (value is False and name not in _NEVER_FALSE)
 
 
 def _json_grammar(schema: Any, path: str, *, lenient: bool = False) -> Grammar:
@@ -192,6 +200,7 @@ _GUIDED = {
     "choice": _choice,
     "grammar": _grammar,
 }
+_NEVER_FALSE = frozenset(_GUIDED) - {"json_object"}
 _OLD_FIELDS = [(f"guided_{kind}", kind) for kind in _GUIDED if kind != "json_object"]
 
 

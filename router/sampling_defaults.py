@@ -68,7 +68,7 @@ def num_logprobs(body: GenerationBody) -> int | None:
     if isinstance(body, ChatBody):
         top = int_in_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, default=0)
         if not body.logprobs:
-            if body.top_logprobs is not None:
+            if top:
                 raise InvalidRequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
             return None
         return top

@@ -186,6 +186,8 @@ def test_guided_fields(tiny_model: ModelInfo, judge: Judge, fields: dict[str, An
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema"),
         ({"response_format": json_schema({}, strict="yes")}, "response_format.json_schema.strict"),
+        ({"response_format": json_schema({}, description=5)}, "response_format.json_schema.description"),
+        ({"structured_outputs": {"regex": False}}, "structured_outputs.regex"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
     ],
@@ -228,6 +230,18 @@ def test_invalid_tools(tiny_model: ModelInfo, fields: dict[str, Any], param: str
         chat(tiny_model, **fields)
     assert caught.value.param == param
     assert chat(tiny_model, tools=TOOLS).prompts[0].request is not None
+
+
+def test_parameters_are_an_object_unless_they_say_otherwise(tiny_model: ModelInfo) -> None:
+    for properties in ({}, {"a": {"const": None}}):
+        kinds: tuple[dict[str, Any], ...] = ({}, {"type": None}, {"type": "object"})
+        tools = [
+            [{"type": "function", "function": {"name": "f", "parameters": {**kind, "properties": properties}}}]
+            for kind in kinds
+        ]
+        grammars = [json.loads(grammar_of(tiny_model, tools=one, tool_choice="required")) for one in tools]
+        assert grammars[0] == grammars[1] == grammars[2]
+        assert grammars[0]["grammars"][1]["json_schema"]["type"] == "object"
 
 
 CALLS = {

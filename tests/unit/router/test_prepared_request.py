@@ -9,9 +9,12 @@ import pytest
 
 from twopool.protocol.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, TwopoolError
 from twopool.protocol.messages import SamplingParams
+from twopool.router import sampling_defaults
+from twopool.router.chat_template import ChatTemplate
 from twopool.router.interface import RoutedRequest
 from twopool.router.model_info import ModelInfo, SamplingDefaults
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
+from twopool.router.schema import ChatBody, CompletionBody
 
 VOCAB = 330
 LIMITS = RequestLimits(
@@ -124,23 +127,119 @@ def test_refused_values_name_their_field(tiny_model: ModelInfo, field: str, valu
     assert_refused(tiny_model, {field: value}, field)
 
 
-OPTIONAL = (
-    "model temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty n best_of stop "
-    "max_tokens min_tokens logit_bias stop_token_ids stream stream_options user logprobs top_logprobs echo suffix "
-    "response_format tools tool_choice functions function_call guided_json ignore_eos skip_special_tokens "
-    "include_stop_str_in_output add_special_tokens max_completion_tokens chat_template_kwargs cache_salt modalities "
-    "add_generation_prompt continue_final_message prompt_logprobs return_token_ids"
-)
+def everything(prepared: PreparedRequest) -> Any:
+    """All of a request except the ids and times that no two have in common."""
+    head = msgspec.structs.replace(prepared.head, answer_id="", created=0)
+    prompts = [
+        (
+            prompt.num_prompt_tokens,
+            prompt.request and msgspec.structs.replace(prompt.request, request_id="", prompt_ids=None),
+            prompt.request and prompt.request.prompt_ids.tolist(),
+            [
+                (choice._options, list(choice._ready), choice.prompt_ids, choice.prompt_top, choice.finish_reason)
+                + (() if choice._message is None else (choice._message._reasoning, choice._message._named))
+                for choice in prompt.choices
+            ],
+        )
+        for prompt in prepared.prompts
+    ]
+    return head, prompts, msgspec.structs.replace(prepared, head=head, prompts=[])
 
 
-@pytest.mark.parametrize("field", OPTIONAL.split())
-def test_null_is_the_same_as_absent(tiny_model: ModelInfo, field: str) -> None:
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+OPTIONAL = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__} - {"messages", "prompt"})
+
+
+@pytest.mark.parametrize("field", OPTIONAL)
+def test_null_is_the_same_as_absent(tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """X-max-tokens-null."""
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
     for prepare in (chat, complete):
-        with_null = prepare(tiny_model, **{"seed": 1, field: None})
-        without = prepare(tiny_model, seed=1)
-        assert sampling(with_null) == sampling(without)
-        assert (with_null.head.model, with_null.is_stream) == (without.head.model, without.is_stream)
+        assert everything(prepare(tiny_model, **{field: None})) == everything(prepare(tiny_model))
+
+
+VLLM_OPTIONS = {
+    **dict.fromkeys(["json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"]),
+    **dict.fromkeys(["disable_fallback", "disable_any_whitespace", "disable_additional_properties"], False),
+}
+"""As vLLM's own ``StructuredOutputsParams`` look when nothing is set."""
+
+FUNCTION = {"name": "f", "description": None, "parameters": None, "strict": None}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": None, "description": None, "strict": None, "schema": {"const": 1}},
+            }
+        },
+        {"structured_outputs": dict.fromkeys(VLLM_OPTIONS)},
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": None},
+    ],
+)
+def test_null_is_the_same_as_absent_inside_of_fields(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
+    for prepare in (chat,) if "tools" in fields else (chat, complete):
+        assert everything(prepare(tiny_model, **fields)) == everything(prepare(tiny_model, **without_nulls(fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": {"type": None, "function": {"name": "f", "strict": None}}},
+        {
+            "messages": [
+                {"role": "user", "content": "hi", "name": None, "tool_calls": None, "refusal": None},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "audio": None,
+                    "tool_calls": [
+                        {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}", "description": None}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "name": None, "content": [{"type": "text", "text": "x"}]},
+            ]
+        },
+    ],
+)
+def test_null_is_the_same_as_absent_where_there_are_tools(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """The template here shows all it is given."""
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
+    model = replace(tiny_model, chat_template=ChatTemplate("{{ messages | tojson }}{{ tools | tojson }}", {}))
+    fields = {"tools": [{"type": "function", "function": FUNCTION, "id": None}], **fields}
+    assert everything(chat(model, **fields)) == everything(chat(model, **without_nulls(fields)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"regex": "a+"}, {"json_object": True}])
+def test_vllm_s_own_object_is_taken(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
+    dumped = chat(tiny_model, structured_outputs={**VLLM_OPTIONS, **fields})
+    assert everything(dumped) == everything(chat(tiny_model, structured_outputs=fields))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("disable_any_whitespace", True), ("whitespace_pattern", " "), ("structural_tag", "{}")]
+)
+def test_options_that_would_change_the_output_are_refused(tiny_model: ModelInfo, option: str, value: Any) -> None:
+    assert_refused(tiny_model, {"structured_outputs": {"regex": "a", option: value}}, f"structured_outputs.{option}")
 
 
 @pytest.mark.parametrize(
