@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -34,6 +35,11 @@ class ChatTemplate:
         # As a plain dictionary: a context walks through all of them, and they are a chain of maps.
         self._globals = template.globals = dict(template.globals)
         self._template = template
+        self._reads = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+    def reads(self, name: str) -> bool:
+        """Whether the template looks at a variable of that name."""
+        return name in self._reads
 
     def render(
         self,

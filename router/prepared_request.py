@@ -101,7 +101,7 @@ def _chat_output(
     if limits.reasoning_parser == "auto":
         reasoning_format = model.reasoning_format
     reasoning = reasoning_at(prompt.text or "", reasoning_format, continues=bool(body.continue_final_message))
-    options = MessageOptions(reasoning, tool_format, tools)
+    options = MessageOptions(reasoning, tool_format, tools, shows_reasoning=body.include_reasoning is not False)
     tokenizer = model.tokenizer
     grammar = output_grammar(body, Surroundings(reasoning, tool_format, tools, tokenizer.token_id))
     if options.reads_nothing:

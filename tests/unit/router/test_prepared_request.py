@@ -14,7 +14,7 @@ from twopool.router.chat_template import ChatTemplate
 from twopool.router.interface import RoutedRequest
 from twopool.router.model_info import ModelInfo, SamplingDefaults
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
-from twopool.router.schema import ChatBody, CompletionBody
+from twopool.router.schema import ChatBody, CompletionBody, StreamOptions
 
 VOCAB = 330
 LIMITS = RequestLimits(
@@ -120,6 +120,39 @@ def assert_refused(model: ModelInfo, fields: dict[str, Any], param: str) -> None
         ("chat_template", "{{ 1 }}"),
         ("modalities", ["text", "audio"]),
         ("suffix", "x"),
+        ("web_search_options", {}),
+        ("moderation", {"model": "m"}),
+        ("thinking_token_budget", 0),
+        ("length_penalty", 1.5),
+        ("guided_whitespace_pattern", " "),
+        ("logprob_token_ids", [1]),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("return_prompt_text", True),
+        ("return_token_offsets", True),
+        ("metadata", ["a"]),
+        ("metadata", {"a": 1}),
+        ("store", "yes"),
+        ("service_tier", 1),
+        ("prediction", "text"),
+        ("prediction", {"type": "content"}),
+        ("prediction", {"type": "tokens", "content": ""}),
+        ("prompt_cache_key", 5),
+        ("prompt_cache_retention", 5),
+        ("prompt_cache_options", "30m"),
+        ("safety_identifier", 5),
+        ("request_id", 5),
+        ("session_id", 5),
+        ("priority", "high"),
+        ("guided_decoding_backend", 5),
+        ("reasoning_effort", "extreme"),
+        ("reasoning_effort", 2),
+        ("verbosity", "chatty"),
+        ("include_reasoning", "no"),
+        ("top_logprobs", "5"),
+        ("max_completion_tokens", 1.5),
+        ("chat_template_kwargs", []),
+        ("add_generation_prompt", 1),
+        ("continue_final_message", "yes"),
     ],
 )
 def test_refused_values_name_their_field(tiny_model: ModelInfo, field: str, value: Any) -> None:
@@ -163,6 +196,65 @@ def test_null_is_the_same_as_absent(tiny_model: ModelInfo, monkeypatch: pytest.M
         assert everything(prepare(tiny_model, **{field: None})) == everything(prepare(tiny_model))
 
 
+def test_every_field_of_openai_s_client_is_known() -> None:
+    """What it may send is either done, or refused, or known to have no effect."""
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+
+    assert set(chats.CompletionCreateParamsBase.__annotations__) <= set(ChatBody.__struct_fields__)
+    assert set(completions.CompletionCreateParamsBase.__annotations__) <= set(CompletionBody.__struct_fields__)
+    assert set(ChatCompletionStreamOptionsParam.__annotations__) <= set(StreamOptions.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "fields", "param"),
+    [
+        (chat, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        (complete, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "spaces_between_special"),
+        (complete, {"max_completion_tokens": 5}, "max_completion_tokens"),
+        (complete, {"top_logprobs": 1}, "top_logprobs"),
+        (chat, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (chat, {"verbosity": "low"}, "verbosity"),
+    ],
+)
+def test_what_would_be_left_out_silently_is_refused(
+    tiny_model: ModelInfo, prepare: Any, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        prepare(tiny_model, **fields)
+    assert caught.value.param is not None and caught.value.param.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "shown"),
+    [
+        ("{{ reasoning_effort }} {{ verbosity }}", {"reasoning_effort": "xhigh", "verbosity": "low"}, "xhigh low"),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low", "verbosity": "medium"}, "low"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "low"}, "True"),
+        (
+            "{{ enable_thinking }}",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "False",
+        ),
+        ("{{ enable_thinking is defined }}{{ reasoning_effort is defined }}", {}, "FalseFalse"),
+    ],
+)
+def test_the_template_says_how_much_to_think(
+    tiny_model: ModelInfo, template: str, fields: dict[str, Any], shown: str
+) -> None:
+    model = replace(tiny_model, chat_template=ChatTemplate(template, {}))
+    expected = tiny_model.tokenizer.encode(shown, add_special_tokens=False).tolist()
+    assert routed(chat(model, **fields)).prompt_ids.tolist() == expected
+
+
+def test_a_model_that_always_thinks_cannot_be_told_not_to(tiny_model: ModelInfo) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(replace(tiny_model, reasoning_format="deepseek_r1"), reasoning_effort="none")
+    assert caught.value.param == "reasoning_effort"
+
+
 VLLM_OPTIONS = {
     **dict.fromkeys(["json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"]),
     **dict.fromkeys(["disable_fallback", "disable_any_whitespace", "disable_additional_properties"], False),
@@ -175,7 +267,7 @@ FUNCTION = {"name": "f", "description": None, "parameters": None, "strict": None
 @pytest.mark.parametrize(
     "fields",
     [
-        {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}},
+        {"stream": True, "stream_options": dict.fromkeys(StreamOptions.__struct_fields__)},
         {"response_format": {"type": "text", "json_schema": None}},
         {
             "response_format": {
@@ -245,8 +337,15 @@ def test_options_that_would_change_the_output_are_refused(tiny_model: ModelInfo,
 @pytest.mark.parametrize(
     "fields",
     [
-        {"user": "u", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "parallel_tool_calls": True},
-        {"kv_transfer_params": {"x": 1}, "request_id": "mine", "nonsense": [1]},
+        {"user": "u", "metadata": {"a": "1"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True},
+        {"prediction": {"type": "content", "content": "hi"}, "prompt_cache_key": "k", "safety_identifier": "s"},
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "hi"}]}, "priority": -1},
+        {"prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}, "guided_decoding_backend": "auto"},
+        {"kv_transfer_params": {"x": 1}, "request_id": "mine", "session_id": "s", "nonsense": [1]},
+        {"length_penalty": 1, "spaces_between_special_tokens": True, "guided_whitespace_pattern": ""},
+        {"spaces_between_special_tokens": False, "include_reasoning": False, "top_logprobs": 0},
+        {"reasoning_effort": "medium", "verbosity": "medium", "function_call": "auto"},
+        {"reasoning_effort": "none", "stream": True, "stream_options": {"include_obfuscation": False}},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"]},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"tool_choice": "auto", "use_beam_search": False, "return_token_ids": False, "bad_words": [], "suffix": ""},
