@@ -20,7 +20,8 @@ class TextOptions(msgspec.Struct, frozen=True):
     """How a choice's ids become text; the same for all choices of a request.
 
     The text of the first ``min_tokens`` tokens is not searched for stop strings. ``stop_token_ids`` are the client's
-    own (not the model's EOS): ending at one is worth telling. ``markers`` are special tokens whose text is shown
+    own (not the model's EOS): ending at one is worth telling. ``ranked`` choices are compared by their ``mean_logprob``
+    in the end. ``markers`` are special tokens whose text is shown
     whatever ``skip_special_tokens`` says: whoever reads the message needs it.
     """
 
@@ -30,6 +31,7 @@ class TextOptions(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
+    ranked: bool = False
     markers: Mapping[int, str] = msgspec.field(default_factory=dict)
 
 
@@ -68,6 +70,7 @@ class ChoiceStream:
         "_plain",
         "_push_id",
         "_ready",
+        "_sum_logprobs",
         "_table",
         "finish_reason",
         "num_tokens",
@@ -106,11 +109,13 @@ class ChoiceStream:
         self._push_id = self._detokenizer.push
         self._options = options
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop) if options.stops else None
-        self._plain = self._matcher is None and not options.logprobs and not options.markers and not is_empty
+        needs_logprobs = options.logprobs or options.ranked
+        self._plain = self._matcher is None and not needs_logprobs and not options.markers and not is_empty
         self._ready: list[str] = [prefix] if prefix else []
         self._entries: list[TokenEntry] = []
         self._num_decoded = len(prefix)  # characters decoded, shown or not
         self._num_shown = 0
+        self._sum_logprobs = 0.0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -119,6 +124,11 @@ class ChoiceStream:
     def is_plain(self) -> bool:
         """Whether a token is its text and nothing else, so that it may take ``TokenLane``."""
         return self._plain and self.prompt_ids is None and self._message is None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens of a ranked choice, the one that stopped it among them."""
+        return self._sum_logprobs / max(1, self.num_tokens)
 
     @property
     def is_clean(self) -> bool:
@@ -246,6 +256,8 @@ class ChoiceStream:
         self.num_tokens += 1
         if self.prompt_ids is not None:
             self._new_ids.append(token_id)
+        if logprobs is not None:
+            self._sum_logprobs += logprobs.logprob
         marker = self._options.markers.get(token_id)
         if marker is not None and not hide:
             return self._push_marker(token_id, marker, logprobs)

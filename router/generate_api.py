@@ -131,7 +131,7 @@ class GenerateApi:
         await _run(generation, answer, connection, answer.done)
         wants_entries = prepared.head.num_top_logprobs is not None
         choices = []
-        for index, choice in enumerate(generation.choices):
+        for index, choice in enumerate(prepared.shown_choices()):
             parts = choice.take_parts() if choice.has_parts else None
             text = choice.take_text()
             entries = choice.take_entries() if wants_entries else []

@@ -26,7 +26,14 @@ from twopool.router.prompts import (
     max_completion_tokens,
 )
 from twopool.router.responses import AnswerHead
-from twopool.router.sampling_defaults import num_choices, num_logprobs, sampling_params, stop_strings
+from twopool.router.sampling_defaults import (
+    is_ranked,
+    num_choices,
+    num_drawn,
+    num_logprobs,
+    sampling_params,
+    stop_strings,
+)
 from twopool.router.schema import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
 from twopool.router.tool_formats import MARKERS, REASONING_FORMATS, THINK_CLOSE, THINK_OPEN, TOOL_FORMATS
 from twopool.router.tools import ToolUse, tool_use
@@ -60,10 +67,22 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 
     head: AnswerHead
     prompts: list[PlannedPrompt]
+    num_shown: int
+    """choices of each prompt in the answer"""
     is_stream: bool
     include_usage: bool
     continuous_usage: bool
     include_timings: bool = False
+
+    def shown_choices(self) -> list[ChoiceStream]:
+        """The answer's choices, once all are finished: of each prompt the likeliest first, where more were drawn."""
+        shown: list[ChoiceStream] = []
+        for prompt in self.prompts:
+            choices = prompt.choices
+            if len(choices) > self.num_shown:
+                choices = sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)
+            shown += choices[: self.num_shown]
+        return shown
 
 
 def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
@@ -71,7 +90,7 @@ def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> Prepar
     body = decode_chat(data)
     name = _served_name(body, limits)
     _check_stream(body)
-    num_choices(body)
+    num_drawn(body)
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = chat_prompt(body, model, tools)
     max_tokens = max_chat_tokens(body, len(prompt.ids), limits.max_model_len)
@@ -85,8 +104,9 @@ def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> 
     name = _served_name(body, limits)
     _check_stream(body)
     prompts = completion_prompts(body, model, limits.vocab_size)
-    if len(prompts) * num_choices(body) > MAX_CHOICES_IN_ALL:
-        raise InvalidRequestError(f"n: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param="n")
+    if len(prompts) * num_drawn(body) > MAX_CHOICES_IN_ALL:
+        name = "n" if body.best_of is None else "best_of"
+        raise InvalidRequestError(f"{name}: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param=name)
     max_tokens = [max_completion_tokens(body, len(prompt.ids), limits.max_model_len) for prompt in prompts]
     around = Surroundings("none", model.tool_format, None, model.tokenizer.token_id)
     output = _Output(output_grammar(body, around), None, {})
@@ -156,6 +176,7 @@ def _prepared(
     return PreparedRequest(
         head=head,
         prompts=planned,
+        num_shown=num_choices(body),
         is_stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         include_timings=bool(body.timings) or limits.wants_timings,
@@ -232,7 +253,8 @@ def _text_options(body: GenerationBody, sampling: SamplingParams, markers: dict[
         stop_token_ids=sampling.stop_token_ids,
         skip_special_tokens=True if body.skip_special_tokens is None else body.skip_special_tokens,
         min_tokens=sampling.min_tokens,
-        logprobs=sampling.logprobs is not None,
+        logprobs=num_logprobs(body) is not None,
+        ranked=is_ranked(body),
         markers=markers,
     )
 

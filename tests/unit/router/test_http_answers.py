@@ -108,6 +108,51 @@ async def test_every_cut_gives_the_same_text_in_both_modes(server: RunningServer
     assert whole["usage"]["completion_tokens"] == max_tokens
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_the_likeliest_of_more_choices(tiny_model: ModelInfo, is_chat: bool, logprobs: int | None) -> None:
+    """By the mean: by the sum, "c" would be before "aaaa". Tokens that a stop string cut off count."""
+    dispatcher = FakeDispatcher()
+    words = [ids_of(tiny_model, text) for text in ("aaaa", "b!", "c", "d")]
+    assert len(words[0]) > 1
+    means = [-0.5, -0.25, -0.9, -2.0]
+    fields: dict[str, Any] = {"n": 2, "best_of": 4, "max_tokens": 9, "stop": "!"}
+    if logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": logprobs} if is_chat else {"logprobs": logprobs}
+    async with running_server(tiny_model, dispatcher) as server:
+        asked = asyncio.create_task(server.chat(**fields) if is_chat else server.complete(**fields))
+        fake = await dispatcher.request()
+        assert (fake.routed.sampling.n, fake.routed.sampling.logprobs) == (4, 0 if logprobs is None else logprobs)
+        for choice in (3, 2, 0, 1):
+            fake.logprob = means[choice]
+            for token in words[choice][:-1]:
+                fake.send(choice, [token])
+            fake.send(choice, words[choice][-1:], "length")
+        answer = (await asked).json()
+    texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in answer["choices"]]
+    assert texts == ["b", "aaaa"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
+    assert [choice["logprobs"] is None for choice in answer["choices"]] == [logprobs is None] * 2
+    assert answer["usage"]["completion_tokens"] == sum(map(len, words))
+
+
+async def test_each_prompt_has_its_best(tiny_model: ModelInfo) -> None:
+    dispatcher = FakeDispatcher()
+    [a], [b] = ids_of(tiny_model, "a"), ids_of(tiny_model, "b")
+    async with running_server(tiny_model, dispatcher) as server:
+        asked = asyncio.create_task(server.complete(["x", "y"], best_of=2, max_tokens=1, echo=True))
+        for number, better in enumerate((1, 0)):
+            fake = await dispatcher.request(number)
+            for choice, token in enumerate((a, b)):
+                fake.logprob = -0.5 if choice == better else -1.5
+                fake.send(choice, [token], "length")
+        answer = (await asked).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["xb", "ya"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 @pytest.mark.parametrize("include", [True, False, None])
 async def test_usage_in_streams(server: RunningServer, include: bool | None) -> None:
     """API-07, M-usage-chunk."""
