@@ -373,21 +373,43 @@ async def test_both_ways_of_a_token_keep_their_order(tiny_model: ModelInfo, chat
     assert server.metric("twopool_generation_tokens_total") == sum(map(len, steps)) + 1
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stop", [None, "orl"])
 async def test_token_ids_on_request(
-    server: RunningServer, tiny_model: ModelInfo, stream: bool, stop: str | None
+    server: RunningServer, tiny_model: ModelInfo, is_chat: bool, stream: bool, stop: str | None
 ) -> None:
-    """Every token that counts is told, the one that ended the choice and those without text among them."""
-    response = await server.complete(return_token_ids=True, stream=stream, stop=stop, max_tokens=100)
-    ids = [*ids_of(tiny_model, TEXT), END]
-    if stream:
-        events = sse_events(response.text)[:-1]
-        told = [token_id for event in events for token_id in event["choices"][0].get("token_ids", [])]
-    else:
-        [choice] = response.json()["choices"]
-        told = choice["token_ids"]
-        assert choice["prompt_token_ids"] == server.dispatcher.requests[0].routed.prompt_ids.tolist()
-        assert len(told) == response.json()["usage"]["completion_tokens"]
-    assert told == (ids if stop is None else ids[: len(told)])
-    assert stop is None or "orl" in tiny_model.tokenizer.table.decode(told, skip_special_tokens=True)
+    """Every token that counts is told, the one that ended the choice and those without text among them; the prompt's
+    once, where vLLM has them.
+    """
+    fields: dict[str, Any] = {"return_token_ids": True, "stream": stream, "stop": stop, "max_tokens": 100, "n": 2}
+    response = await (server.chat(**fields) if is_chat else server.complete(["hi", "yo!"], **fields))
+    events = sse_events(response.text)[:-1] if stream else [response.json()]
+    prompts = [request.routed.prompt_ids.tolist() for request in server.dispatcher.requests]
+    told: dict[int, list[int]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        if not is_chat and choice["index"] not in told:
+            assert choice["prompt_token_ids"] == prompts[choice["index"] // 2]
+        else:
+            assert "prompt_token_ids" not in choice
+        told.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+    assert [event.get("prompt_token_ids") for event in events[:2]] == [prompts[0] if is_chat else None, None][
+        : len(events)
+    ]
+    assert all("prompt_token_ids" not in event for event in events[1:])
+    assert sorted(told) == list(range(2 * len(prompts)))
+    for index, mine in told.items():
+        ids = [*ids_of(tiny_model, TEXT)[index % 2 :], END]
+        assert mine == (ids if stop is None else ids[: len(mine)])
+        assert stop is None or "orl" in tiny_model.tokenizer.table.decode(mine, skip_special_tokens=True)
+    assert stream or sum(map(len, told.values())) == events[0]["usage"]["completion_tokens"]
+
+
+async def test_a_prompt_s_ids_are_told_where_nothing_follows(server: RunningServer) -> None:
+    for echo in (True, False):
+        fields: dict[str, Any] = {"return_token_ids": True, "max_tokens": 0, "echo": echo}
+        events = sse_events((await server.complete([5, 6, 7], stream=True, **fields)).text)[:-1]
+        [whole] = (await server.complete([5, 6, 7], **fields)).json()["choices"]
+        assert events[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"] == [5, 6, 7]
+        assert sum("prompt_token_ids" in event["choices"][0] for event in events) == 1
+        assert joined([*events, "[DONE]"]) == whole["text"]
