@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from twopool.protocol.errors import InvalidRequestError, ModelNotFoundError
+from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.ids import RequestId, new_request_id
 from twopool.protocol.messages import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, prompt_logprobs_bytes
 from twopool.router.choice_stream import ChoiceStream, TextOptions
@@ -35,6 +35,7 @@ from twopool.router.sampling_defaults import (
     stop_strings,
 )
 from twopool.router.schema import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+from twopool.router.served_names import served_name
 from twopool.router.tool_formats import MARKERS, REASONING_FORMATS, THINK_CLOSE, THINK_OPEN, TOOL_FORMATS
 from twopool.router.tools import ToolUse, tool_use
 
@@ -88,7 +89,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
     """``/v1/chat/completions``; raises the error the client gets."""
     body = decode_chat(data)
-    name = _served_name(body, limits)
+    name = served_name(body.model, limits.served_names)
     _check_stream(body)
     num_drawn(body)
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -101,7 +102,7 @@ def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> Prepar
 def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
     """``/v1/completions``; raises the error the client gets."""
     body = decode_completion(data)
-    name = _served_name(body, limits)
+    name = served_name(body.model, limits.served_names)
     _check_stream(body)
     prompts = completion_prompts(body, model, limits.vocab_size)
     if len(prompts) * num_drawn(body) > MAX_CHOICES_IN_ALL:
@@ -130,16 +131,6 @@ def _chat_output(
     ids = {text: tokenizer.token_id(text) for text in texts}
     markers = {number: text for text, number in ids.items() if number is not None}
     return _Output(grammar, options, {i: text for i, text in markers.items() if tokenizer.table.is_special(i)})
-
-
-def _served_name(body: GenerationBody, limits: RequestLimits) -> str:
-    """The model's name as the client said it; without one, the first served name."""
-    if body.model is None:
-        return limits.served_names[0]
-    if body.model not in limits.served_names:
-        shown = body.model if len(body.model) <= 128 else body.model[:128] + "..."
-        raise ModelNotFoundError(f"the model {shown!r} does not exist", param="model")
-    return body.model
 
 
 def _check_stream(body: GenerationBody) -> None:

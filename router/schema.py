@@ -218,3 +218,23 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "length_penalty": (1.0,),
 }
+
+
+def refused_fields(kind: type[GenerationBody]) -> dict[str, list[Any]]:
+    """The fields that ``kind`` has only to refuse them, each with the values that ask for nothing."""
+    names = [*_Unsupported.__struct_fields__]
+    names += ["echo"] if kind is ChatBody else ["max_completion_tokens", "top_logprobs"]
+    candidates: tuple[Any, ...] = (None, False, True, 0, "", [])
+    return {
+        name: [value for value in (*candidates, *_DONE_ANYWAY.get(name, ())) if _is_taken(kind, name, value)]
+        for name in names
+    }
+
+
+def _is_taken(kind: type[GenerationBody], name: str, value: Any) -> bool:
+    required: dict[str, Any] = {"messages": []} if kind is ChatBody else {"prompt": ""}
+    try:
+        check_supported(msgspec.convert({**required, name: value}, kind))
+    except (msgspec.ValidationError, InvalidRequestError):
+        return False
+    return True
