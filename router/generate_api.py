@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from twopool.router.model_info import ModelInfo
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
 from twopool.router.request_body import read_body
 from twopool.router.responses import WholeChoice, whole_answer
+from twopool.router.schema import B, decode_chat, decode_completion
 from twopool.router.stream_answer import StreamAnswer
 from twopool.router.timings import Arrival, timing_headers
 from twopool.router.token_lane import WriteBatcher
@@ -29,7 +31,8 @@ from twopool.router.token_lane import WriteBatcher
 _INLINE_BODY_BYTES = 16 * 1024
 """Larger bodies, and those with grammars, are prepared in a thread: milliseconds that streams would wait for."""
 
-Prepare = Callable[[bytes, ModelInfo, RequestLimits], PreparedRequest]
+Decode = Callable[[bytes], B]
+Prepare = Callable[[B, ModelInfo, RequestLimits], PreparedRequest]
 
 
 class GenerateApi:
@@ -53,19 +56,19 @@ class GenerateApi:
         return smallest
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, prepare_chat)
+        return await self._answer(request, decode_chat, prepare_chat)
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, prepare_completion)
+        return await self._answer(request, decode_completion, prepare_completion)
 
     def fail_open(self, error: TwopoolError) -> None:
         """End every open answer with ``error``: the server has waited for them long enough."""
         for generation in list(self._open):
             generation.failed(error)
 
-    async def _answer(self, request: Request, prepare: Prepare) -> ASGIApp:
+    async def _answer(self, request: Request, decode: Decode[B], prepare: Prepare[B]) -> ASGIApp:
         try:
-            prepared = await self._prepare(request, prepare)
+            prepared = await self._prepare(request, decode, prepare)
         except ClientLeftError:
             self._metrics.count_outcome("cancelled")
             raise
@@ -86,14 +89,19 @@ class GenerateApi:
             return await self._stream(prepared, generation, connection)
         return await self._whole(prepared, generation, connection)
 
-    async def _prepare(self, request: Request, prepare: Prepare) -> PreparedRequest:
+    async def _prepare(self, request: Request, decode: Decode[B], prepare: Prepare[B]) -> PreparedRequest:
         context = context_of(request.scope)
         data = await read_body(request, self._config.max_body_bytes)
         context.received_s = time.monotonic()
         limits = self._limits(context)
-        if len(data) <= _INLINE_BODY_BYTES and not may_take_long(data):
-            return prepare(data, self._model, limits)
-        return await asyncio.get_running_loop().run_in_executor(None, prepare, data, self._model, limits)
+        if len(data) <= _INLINE_BODY_BYTES:
+            body = decode(data)
+            if not may_take_long(body):
+                return prepare(body, self._model, limits)
+            work = partial(prepare, body, self._model, limits)
+        else:
+            work = partial(_decode_and_prepare, data, decode, prepare, self._model, limits)
+        return await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _limits(self, context: RequestContext) -> RequestLimits:
         worker_vocab_size = self._dispatcher.vocab_size
@@ -142,6 +150,12 @@ class GenerateApi:
         response = Response(body, media_type="application/json")
         response.raw_headers.extend(timing_headers(generation.timelines))
         return response
+
+
+def _decode_and_prepare(
+    data: bytes, decode: Decode[B], prepare: Prepare[B], model: ModelInfo, limits: RequestLimits
+) -> PreparedRequest:
+    return prepare(decode(data), model, limits)
 
 
 class _WholeAnswer:

@@ -28,7 +28,6 @@ WHITESPACE = r"(\r?\n[ \t]{0,32}|[ \t]{1,4})"
 """All that may stand between two tokens of JSON: indented lines, and no endless run."""
 
 _COUNTS = ("minLength", "minItems", "minProperties")
-_MARKS = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tools"')
 
 Grammar = dict[str, Any]
 """One entry of llguidance's list of grammars: ``json_schema`` or ``lark_grammar``."""
@@ -44,11 +43,18 @@ class Surroundings:
     token_id: TokenId
 
 
-def may_take_long(data: bytes) -> bool:
-    """Whether a request's body may hold a grammar to check."""
+def may_take_long(body: GenerationBody) -> bool:
+    """Whether there may be a grammar to check."""
     # Written out: a generator costs ten times as much.
-    first, second, third, fourth = _MARKS
-    return first in data or second in data or third in data or fourth in data
+    return (
+        body.response_format is not None
+        or body.tools is not None
+        or body.structured_outputs is not None
+        or body.guided_json is not None
+        or body.guided_regex is not None
+        or body.guided_choice is not None
+        or body.guided_grammar is not None
+    )
 
 
 def output_grammar(body: GenerationBody, around: Surroundings) -> str | None:

@@ -1,4 +1,4 @@
-"""From the bytes of a request body to everything the answer needs: checked, tokenised, complete.
+"""From a request's body to everything the answer needs: checked, tokenised, complete.
 
 Pure functions of the body, the model and two limits; they run in a thread when the body is large.
 """
@@ -34,7 +34,7 @@ from twopool.router.sampling_defaults import (
     sampling_params,
     stop_strings,
 )
-from twopool.router.schema import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+from twopool.router.schema import ChatBody, CompletionBody, GenerationBody
 from twopool.router.served_names import served_name
 from twopool.router.tool_formats import MARKERS, REASONING_FORMATS, THINK_CLOSE, THINK_OPEN, TOOL_FORMATS
 from twopool.router.tools import ToolUse, tool_use
@@ -86,9 +86,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
         return shown
 
 
-def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
+def prepare_chat(body: ChatBody, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
     """``/v1/chat/completions``; raises the error the client gets."""
-    body = decode_chat(data)
     name = served_name(body.model, limits.served_names)
     _check_stream(body)
     num_drawn(body)
@@ -99,9 +98,8 @@ def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> Prepar
     return _prepared(body, name, [prompt], [max_tokens], output, model, limits)
 
 
-def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
+def prepare_completion(body: CompletionBody, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
     """``/v1/completions``; raises the error the client gets."""
-    body = decode_completion(data)
     name = served_name(body.model, limits.served_names)
     _check_stream(body)
     prompts = completion_prompts(body, model, limits.vocab_size)

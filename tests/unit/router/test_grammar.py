@@ -1,6 +1,7 @@
 """Structured output: what is refused and where the message points, and what the grammars made here accept."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ from llguidance import LLMatcher, LLTokenizer
 from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.grammar import grammar_limits
 from twopool.protocol.messages import MAX_GRAMMAR_CHARS
-from twopool.router.grammar import Surroundings, may_take_long, output_grammar
+from twopool.router.grammar import Surroundings, output_grammar
 from twopool.router.message_parser import MessageOptions, MessageParser, message_json
 from twopool.router.model_info import ModelInfo
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat
-from twopool.router.schema import ChatBody, ResponseFormat
+from twopool.router.schema import ChatBody, ResponseFormat, decode_chat
 from twopool.router.tool_formats import TOOL_FORMATS, ToolFormat
 from twopool.router.tools import tool_use
+from twopool_testing.fake_dispatcher import FakeDispatcher
+from twopool_testing.http_server import running_server
 
 LIMITS = RequestLimits(
     served_names=("tiny",), max_model_len=512, vocab_size=330, timeout_s=9.0, arrived_s=1.0, tenant=b""
@@ -56,7 +59,7 @@ def judge(tiny_model: ModelInfo) -> Judge:
 
 def chat(model: ModelInfo, **fields: Any) -> PreparedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    return prepare_chat(json.dumps(body).encode(), model, LIMITS)
+    return prepare_chat(decode_chat(json.dumps(body).encode()), model, LIMITS)
 
 
 def grammar_of(model: ModelInfo, **fields: Any) -> str:
@@ -301,7 +304,37 @@ def test_reasoning_comes_before_the_answer(tiny_model: ModelInfo, judge: Judge) 
     assert not judge.accepts(perhaps, "hm</think>{}")
 
 
-def test_bodies_with_grammars_are_prepared_in_a_thread() -> None:
-    assert may_take_long(b'{"response_format": {"type": "text"}}')
-    assert may_take_long(b'{"guided_regex": "a"}')
-    assert not may_take_long(b'{"prompt": "hi"}')
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"response_format": {"type": "json_object"}',
+        '"tools": []',
+        '"structured_outputs": {"regex": "a"}',
+        '"guided_json": {}',
+        '"guided_regex": "a"',
+        '"guided_choice": ["a"]',
+        '"guided_grammar": "start: /a/"',
+        r'"guided\u005fregex": "a"',
+        r'"r\u0065sponse_format": {"type": "json_object"}',
+    ],
+)
+async def test_grammars_are_checked_off_the_event_loop(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """However the field is written."""
+    threads = []
+
+    def noted(*args: Any) -> str | None:
+        threads.append(threading.get_ident())
+        return output_grammar(*args)
+
+    monkeypatch.setattr("twopool.router.prepared_request.output_grammar", noted)
+    async with running_server(tiny_model, FakeDispatcher(lambda request, choice: [60])) as server:
+        for body in (f'{{"messages": [{{"role": "user", "content": "hi"}}], "max_tokens": 1, {field}}}', PLAIN):
+            response = await server.client.post("/v1/chat/completions", content=body)
+            assert response.status_code == 200, response.text
+    assert len(threads) == 2
+    assert threads[0] != threading.get_ident() == threads[1]
+
+
+PLAIN = '{"messages": [{"role": "user", "content": "a \\"guided_regex\\" and \\"tools\\""}], "max_tokens": 1}'

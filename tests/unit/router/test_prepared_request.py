@@ -14,7 +14,7 @@ from twopool.router.chat_template import ChatTemplate
 from twopool.router.interface import RoutedRequest
 from twopool.router.model_info import ModelInfo, SamplingDefaults
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
-from twopool.router.schema import ChatBody, CompletionBody, StreamOptions
+from twopool.router.schema import ChatBody, CompletionBody, StreamOptions, decode_chat, decode_completion
 
 VOCAB = 330
 LIMITS = RequestLimits(
@@ -24,11 +24,11 @@ LIMITS = RequestLimits(
 
 def chat(model: ModelInfo, /, **fields: Any) -> PreparedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    return prepare_chat(json.dumps(body).encode(), model, LIMITS)
+    return prepare_chat(decode_chat(json.dumps(body).encode()), model, LIMITS)
 
 
 def complete(model: ModelInfo, /, prompt: Any = "hi", **fields: Any) -> PreparedRequest:
-    return prepare_completion(json.dumps({"prompt": prompt, **fields}).encode(), model, LIMITS)
+    return prepare_completion(decode_completion(json.dumps({"prompt": prompt, **fields}).encode()), model, LIMITS)
 
 
 def routed(prepared: PreparedRequest, number: int = 0) -> RoutedRequest:
@@ -616,24 +616,24 @@ def test_unknown_models(tiny_model: ModelInfo, name: str) -> None:
         b'{"tools":' + b"[" * 50_000,
     ],
 )
-def test_bodies_that_are_no_json_object(tiny_model: ModelInfo, data: bytes) -> None:
-    for prepare in (prepare_chat, prepare_completion):
+def test_bodies_that_are_no_json_object(data: bytes) -> None:
+    for decode in (decode_chat, decode_completion):
         with pytest.raises(InvalidRequestError):
-            prepare(data, tiny_model, LIMITS)
+            decode(data)
 
 
 @pytest.mark.parametrize(
-    ("prepare", "fields", "param"),
+    ("decode", "fields", "param"),
     [
-        (prepare_chat, {}, "messages"),
-        (prepare_completion, {}, "prompt"),
-        (prepare_chat, {"messages": [], "response_format": {}}, "response_format.type"),
-        (prepare_completion, {"prompt": "a", "response_format": {"json_schema": {}}}, "response_format.type"),
+        (decode_chat, {}, "messages"),
+        (decode_completion, {}, "prompt"),
+        (decode_chat, {"messages": [], "response_format": {}}, "response_format.type"),
+        (decode_completion, {"prompt": "a", "response_format": {"json_schema": {}}}, "response_format.type"),
     ],
 )
-def test_what_is_missing_is_named(tiny_model: ModelInfo, prepare: Any, fields: dict[str, Any], param: str) -> None:
+def test_what_is_missing_is_named(decode: Any, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        prepare(json.dumps(fields).encode(), tiny_model, LIMITS)
+        decode(json.dumps(fields).encode())
     assert (caught.value.param, caught.value.message) == (param, f"{param}: a required field is missing")
 
 
@@ -642,7 +642,7 @@ def test_salts_separate_tenants_and_cache_salts(tiny_model: ModelInfo) -> None:
     salted = json.dumps({"prompt": "a", "cache_salt": "s"}).encode()
     salts = [
         routed(prepare_completion(body, tiny_model, msgspec.structs.replace(LIMITS, tenant=tenant))).salt
-        for body in (data, salted)
+        for body in map(decode_completion, (data, salted))
         for tenant in (b"", b"tenant-1", b"tenant-2")
     ]
     assert salts[0] == b""
