@@ -3,6 +3,7 @@
 ``RUNNING → FINISHED``: by the engine's finish reason or by a stop string found here; nothing is taken afterwards.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -39,7 +40,8 @@ class TextOptions(msgspec.Struct, frozen=True):
 class TokenEntry:
     """One token's logprobs; of a prompt's first token there are none.
 
-    ``piece`` are the bytes it contributed to the text shown, ``offset`` is in characters.
+    ``piece`` are the bytes it contributed to the text shown (not told of prompts: only completions echo them, whose
+    entries have no bytes), ``offset`` is in characters.
 
     ``ready_at`` is how many characters must have been shown before the entry may be: ``None`` while its bytes wait for
     the rest of a character.
@@ -68,6 +70,7 @@ class ChoiceStream:
         "_num_shown",
         "_options",
         "_plain",
+        "_prefix_offsets",
         "_push_id",
         "_ready",
         "_sum_logprobs",
@@ -86,20 +89,23 @@ class ChoiceStream:
         options: TextOptions,
         *,
         prefix: str = "",
+        prefix_offsets: list[int] | None = None,
         prompt_ids: list[int] | None = None,
         message: MessageOptions | None = None,
         prompt_top: int | None = None,
         is_empty: bool = False,
     ) -> None:
-        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. With ``prompt_ids``
-        the answer carries token ids. With ``message`` the text is a chat message of several parts. With
-        ``prompt_top`` the answer tells the log-probabilities of the prompt and of that many alternatives. A choice
-        that ``is_empty`` shows its prompt and nothing else.
+        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. Its tokens begin at
+        ``prefix_offsets``; without those it is what they decode to. With ``prompt_ids`` the answer carries token ids.
+        With ``message`` the text is a chat message of several parts. With ``prompt_top`` the answer tells the
+        log-probabilities of the prompt and of that many alternatives. A choice that ``is_empty`` shows its prompt and
+        nothing else.
         """
         self.prompt_top = prompt_top
         self.prompt_scores: PromptScores | None = None
         self._is_empty = is_empty
         self._num_prefix = len(prefix)
+        self._prefix_offsets = prefix_offsets
         self._table = table
         self._message = None if message is None else MessageParser(message)
         self._message_is_over = False
@@ -191,15 +197,13 @@ class ChoiceStream:
         self.prompt_scores = scores
         if not (self._options.logprobs and self._num_prefix):
             return
-        detokenizer = self._table.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
-        offset = 0
-        entries = []
-        for token_id, logprobs in zip(scores.token_ids, scores.logprobs, strict=True):
-            text = detokenizer.push(token_id)
-            start = min(offset, self._num_prefix)
-            entries.append(TokenEntry(token_id, detokenizer.piece, start, logprobs, ready_at=self._num_prefix))
-            offset += len(text)
-        self._entries[:0] = entries
+        offsets = self._prefix_offsets
+        if offsets is None:
+            offsets = self._decoded_offsets(scores.token_ids)
+        self._entries[:0] = [
+            TokenEntry(token_id, b"", offset, logprobs, ready_at=self._num_prefix)
+            for token_id, offset, logprobs in zip(scores.token_ids, offsets, scores.logprobs, strict=True)
+        ]
 
     def finish_empty(self) -> None:
         """End a choice that was to generate nothing."""
@@ -249,6 +253,11 @@ class ChoiceStream:
             count += 1
         self._entries = entries[count:]
         return entries[:count]
+
+    def _decoded_offsets(self, ids: list[int]) -> list[int]:
+        detokenizer = self._table.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
+        lengths = [len(detokenizer.push(token_id)) for token_id in ids]
+        return list(itertools.accumulate(lengths[:-1], initial=0))
 
     def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, *, hide: bool) -> bool:
         """Whether a stop string was completed by this token."""

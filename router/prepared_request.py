@@ -211,6 +211,7 @@ def _planned(
             table,
             options,
             prefix=prefix,
+            prefix_offsets=prompt.offsets,
             prompt_ids=shown_ids,
             message=output.message,
             prompt_top=body.prompt_logprobs,

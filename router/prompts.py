@@ -19,10 +19,13 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text, or the rendered conversation."""
+    """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text, or the rendered conversation.
+    ``offsets`` say where in it each token begins, where that is asked for.
+    """
 
     ids: TokenIds
     text: str | None = None
+    offsets: list[int] | None = None
 
 
 def chat_prompt(body: ChatBody, model: ModelInfo, tools: ToolUse | None = None) -> Prompt:
@@ -124,7 +127,9 @@ def _text_prompt(text: str, body: CompletionBody, model: ModelInfo, path: str) -
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not len(ids):
         raise InvalidRequestError(f"{path}: an empty prompt", param=path)
-    return Prompt(ids, text)
+    if not body.echo or body.logprobs is None:
+        return Prompt(ids, text)
+    return Prompt(ids, text, model.tokenizer.offsets(text, add_special_tokens=add_special_tokens))
 
 
 def _id_prompt(ids: list[int], vocab_size: int, path: str) -> Prompt:

@@ -287,7 +287,7 @@ async def test_chat_logprobs(server: RunningServer, stream: bool, top: int | Non
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 5])
-async def test_completion_logprobs(server: RunningServer, stream: bool, count: int) -> None:
+async def test_completion_logprobs(server: RunningServer, tiny_model: ModelInfo, stream: bool, count: int) -> None:
     """API-11."""
     response = await server.complete(logprobs=count, stream=stream, max_tokens=100)
     parts = [event["choices"][0] for event in sse_events(response.text)[:-1]] if stream else response.json()["choices"]
@@ -297,8 +297,11 @@ async def test_completion_logprobs(server: RunningServer, stream: bool, count: i
             merged[name] += values
     lengths = {len(values) for values in merged.values()}
     assert len(lengths) == 1
-    assert merged["text_offset"] == sorted(merged["text_offset"])
-    assert merged["text_offset"][:2] == [0, 5]
+    assert "".join(part["text"] for part in parts) == TEXT
+    table, before = tiny_model.tokenizer.table, b""
+    for token_id, offset in zip([*ids_of(tiny_model, TEXT), END], merged["text_offset"], strict=True):
+        assert offset == len(before.decode(errors="ignore"))
+        before += table.token_bytes(token_id)
     for token, tops in zip(merged["tokens"], merged["top_logprobs"], strict=True):
         assert token in tops
         assert len(tops) == max(count, 1)
