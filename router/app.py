@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twopool.protocol.config import RouterConfig
-from twopool.protocol.errors import ModelNotFoundError, NotFoundError, TwopoolError, UnavailableError
+from twopool.protocol.errors import NotFoundError, TwopoolError, UnavailableError
 from twopool.router import openapi, text_api, timing_headers
 from twopool.router.auth import ApiKeys
 from twopool.router.generate_api import GenerateApi
@@ -25,6 +25,7 @@ from twopool.router.http_metrics import HttpMetrics
 from twopool.router.interface import Dispatcher
 from twopool.router.model_info import ModelInfo
 from twopool.router.request_body import BodyRoom, RequestBody
+from twopool.router.served_names import served_name
 
 _PREFIXES = ("/v1", "")
 """Clients that forget the version find the same endpoints."""
@@ -106,10 +107,7 @@ class RouterApp:
         return _json({"object": "list", "data": [self._model_card(name) for name in self._config.served_names]})
 
     async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in self._config.served_names:
-            raise ModelNotFoundError(f"the model {name[:128]!r} does not exist", param="model")
-        return _json(self._model_card(name))
+        return _json(self._model_card(served_name(request.path_params["name"], self._config.served_names)))
 
     def _model_card(self, name: str) -> dict[str, object]:
         return {
@@ -126,7 +124,9 @@ class RouterApp:
         body = RequestBody(self._body_room)
         try:
             data = await body.read(request)
-            return _json(await text_api.tokenize(data, self._info, self._generate.max_model_len))
+            return _json(
+                await text_api.tokenize(data, self._info, self._generate.max_model_len, self._config.served_names)
+            )
         finally:
             body.release()
 
@@ -134,7 +134,7 @@ class RouterApp:
         body = RequestBody(self._body_room)
         try:
             data = await body.read(request)
-            return _json(await text_api.detokenize(data, self._info))
+            return _json(await text_api.detokenize(data, self._info, self._config.served_names))
         finally:
             body.release()
 

@@ -25,7 +25,7 @@ def _template_message(message: dict[str, Any], path: str) -> ChatMessage:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{path}.role: expected a non-empty string", param=f"{path}.role")
-    result = {key: value for key, value in message.items() if value is not None}
+    result = _given(message)
     content = _text(message.get("content"), f"{path}.content")
     tool_calls = message.get("tool_calls")
     if tool_calls is not None:
@@ -77,7 +77,12 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _json_object(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**_given(call), "function": {**_given(function), "arguments": arguments}}
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    """Null means absent."""
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _json_object(text: str) -> Any:

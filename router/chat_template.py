@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -31,6 +32,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._template = _compiled(source)
         self._tool_template = self._template if tool_source is None else _compiled(tool_source)
+        sources = source if tool_source is None else source + tool_source
+        self._reads = jinja2.meta.find_undeclared_variables(_environment().parse(sources))
+
+    def reads(self, name: str) -> bool:
+        """Whether the template looks at a variable of that name."""
+        return name in self._reads
 
     def render(
         self,

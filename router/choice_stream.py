@@ -3,6 +3,7 @@
 ``RUNNING → FINISHED``: by the engine's finish reason or by a stop string found here; nothing is taken afterwards.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ class TextOptions(msgspec.Struct, frozen=True):
     """How a choice's ids become text; the same for all choices of a request.
 
     The text of the first ``min_tokens`` tokens is not searched for stop strings. ``stop_token_ids`` are the client's
-    own (not the model's EOS): ending at one is worth telling. ``markers`` are special tokens whose text is shown
+    own (not the model's EOS): ending at one is worth telling. ``ranked`` choices are compared by their ``mean_logprob``
+    in the end. ``markers`` are special tokens whose text is shown
     whatever ``skip_special_tokens`` says: whoever reads the message needs it.
     """
 
@@ -30,6 +32,7 @@ class TextOptions(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: bool = False
+    ranked: bool = False
     markers: Mapping[int, str] = msgspec.field(default_factory=dict)
 
 
@@ -37,7 +40,8 @@ class TextOptions(msgspec.Struct, frozen=True):
 class TokenEntry:
     """One token's logprobs; of a prompt's first token there are none.
 
-    ``piece`` are the bytes it contributed to the text shown, ``offset`` is in characters.
+    ``piece`` are the bytes it contributed to the text shown (not told of prompts: only completions echo them, whose
+    entries have no bytes), ``offset`` is in characters.
 
     ``ready_at`` is how many characters must have been shown before the entry may be: ``None`` while its bytes wait for
     the rest of a character.
@@ -66,8 +70,10 @@ class ChoiceStream:
         "_num_shown",
         "_options",
         "_plain",
+        "_prefix_offsets",
         "_push_id",
         "_ready",
+        "_sum_logprobs",
         "_table",
         "finish_reason",
         "num_tokens",
@@ -83,20 +89,23 @@ class ChoiceStream:
         options: TextOptions,
         *,
         prefix: str = "",
+        prefix_offsets: list[int] | None = None,
         prompt_ids: list[int] | None = None,
         message: MessageOptions | None = None,
         prompt_top: int | None = None,
         is_empty: bool = False,
     ) -> None:
-        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. With ``prompt_ids``
-        the answer carries token ids. With ``message`` the text is a chat message of several parts. With
-        ``prompt_top`` the answer tells the log-probabilities of the prompt and of that many alternatives. A choice
-        that ``is_empty`` shows its prompt and nothing else.
+        """``prefix`` is shown before the choice's own text (the echoed prompt); offsets count it. Its tokens begin at
+        ``prefix_offsets``; without those it is what they decode to. With ``prompt_ids`` the answer carries token ids.
+        With ``message`` the text is a chat message of several parts. With ``prompt_top`` the answer tells the
+        log-probabilities of the prompt and of that many alternatives. A choice that ``is_empty`` shows its prompt and
+        nothing else.
         """
         self.prompt_top = prompt_top
         self.prompt_scores: PromptScores | None = None
         self._is_empty = is_empty
         self._num_prefix = len(prefix)
+        self._prefix_offsets = prefix_offsets
         self._table = table
         self._message = None if message is None else MessageParser(message)
         self._message_is_over = False
@@ -106,11 +115,13 @@ class ChoiceStream:
         self._push_id = self._detokenizer.push
         self._options = options
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop) if options.stops else None
-        self._plain = self._matcher is None and not options.logprobs and not options.markers and not is_empty
+        needs_logprobs = options.logprobs or options.ranked
+        self._plain = self._matcher is None and not needs_logprobs and not options.markers and not is_empty
         self._ready: list[str] = [prefix] if prefix else []
         self._entries: list[TokenEntry] = []
         self._num_decoded = len(prefix)  # characters decoded, shown or not
         self._num_shown = 0
+        self._sum_logprobs = 0.0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -119,6 +130,11 @@ class ChoiceStream:
     def is_plain(self) -> bool:
         """Whether a token is its text and nothing else, so that it may take ``TokenLane``."""
         return self._plain and self.prompt_ids is None and self._message is None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens of a ranked choice, the one that stopped it among them."""
+        return self._sum_logprobs / max(1, self.num_tokens)
 
     @property
     def is_clean(self) -> bool:
@@ -181,15 +197,13 @@ class ChoiceStream:
         self.prompt_scores = scores
         if not (self._options.logprobs and self._num_prefix):
             return
-        detokenizer = self._table.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
-        offset = 0
-        entries = []
-        for token_id, logprobs in zip(scores.token_ids, scores.logprobs, strict=True):
-            text = detokenizer.push(token_id)
-            start = min(offset, self._num_prefix)
-            entries.append(TokenEntry(token_id, detokenizer.piece, start, logprobs, ready_at=self._num_prefix))
-            offset += len(text)
-        self._entries[:0] = entries
+        offsets = self._prefix_offsets
+        if offsets is None:
+            offsets = self._decoded_offsets(scores.token_ids)
+        self._entries[:0] = [
+            TokenEntry(token_id, b"", offset, logprobs, ready_at=self._num_prefix)
+            for token_id, offset, logprobs in zip(scores.token_ids, offsets, scores.logprobs, strict=True)
+        ]
 
     def finish_empty(self) -> None:
         """End a choice that was to generate nothing."""
@@ -240,12 +254,19 @@ class ChoiceStream:
         self._entries = entries[count:]
         return entries[:count]
 
+    def _decoded_offsets(self, ids: list[int]) -> list[int]:
+        detokenizer = self._table.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
+        lengths = [len(detokenizer.push(token_id)) for token_id in ids]
+        return list(itertools.accumulate(lengths[:-1], initial=0))
+
     def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, *, hide: bool) -> bool:
         """Whether a stop string was completed by this token."""
         detokenizer = self._detokenizer
         self.num_tokens += 1
         if self.prompt_ids is not None:
             self._new_ids.append(token_id)
+        if logprobs is not None:
+            self._sum_logprobs += logprobs.logprob
         marker = self._options.markers.get(token_id)
         if marker is not None and not hide:
             return self._push_marker(token_id, marker, logprobs)

@@ -24,6 +24,7 @@ from twopool.router.preparation import Preparation
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
 from twopool.router.request_body import BodyRoom, RequestBody
 from twopool.router.responses import WholeChoice, whole_answer
+from twopool.router.schema import B, decode_chat, decode_completion
 from twopool.router.stream_answer import StreamAnswer
 from twopool.router.timing_headers import timing_headers
 from twopool.router.timings import Arrival
@@ -32,7 +33,8 @@ from twopool.router.token_lane import WriteBatcher
 _INLINE_BODY_BYTES = 16 * 1024
 """Larger bodies, and those with grammars, are prepared in a thread: milliseconds that streams would wait for."""
 
-Prepare = Callable[[bytes, ModelInfo, RequestLimits], PreparedRequest]
+Decode = Callable[[bytes], B]
+Prepare = Callable[[B, ModelInfo, RequestLimits], PreparedRequest]
 
 
 class GenerateApi:
@@ -65,19 +67,19 @@ class GenerateApi:
         return smallest
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, prepare_chat)
+        return await self._answer(request, decode_chat, prepare_chat)
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, prepare_completion)
+        return await self._answer(request, decode_completion, prepare_completion)
 
     def fail_open(self, error: TwopoolError) -> None:
         """End every open answer with ``error``: the server has waited for them long enough."""
         for generation in list(self._open):
             generation.failed(error)
 
-    async def _answer(self, request: Request, prepare: Prepare) -> ASGIApp:
+    async def _answer(self, request: Request, decode: Decode[B], prepare: Prepare[B]) -> ASGIApp:
         try:
-            prepared = await self._prepare(request, prepare)
+            prepared = await self._prepare(request, decode, prepare)
         except ClientLeftError:
             self._metrics.count_outcome("cancelled")
             raise
@@ -99,20 +101,24 @@ class GenerateApi:
             return await self._stream(prepared, generation, connection)
         return await self._whole(prepared, generation, connection)
 
-    async def _prepare(self, request: Request, prepare: Prepare) -> PreparedRequest:
+    async def _prepare(self, request: Request, decode: Decode[B], prepare: Prepare[B]) -> PreparedRequest:
         context = context_of(request.scope)
-        body = RequestBody(self._body_room)
+        room = RequestBody(self._body_room)
         try:
-            data = await body.read(request)
+            data = await room.read(request)
             context.received_s = time.monotonic()
             limits = self._limits(context)
-            if len(data) <= _INLINE_BODY_BYTES and not may_take_long(data):
-                return prepare(data, self._model, limits)
-            work = partial(prepare, data, self._model, limits)
+            if len(data) <= _INLINE_BODY_BYTES:
+                body = decode(data)
+                if not may_take_long(body):
+                    return prepare(body, self._model, limits)
+                work = partial(prepare, body, self._model, limits)
+            else:
+                work = partial(_decode_and_prepare, data, decode, prepare, self._model, limits)
             deadline_s = limits.arrived_s + limits.timeout_s
             return await self._preparation.run(work, connection_of(request.scope), deadline_s)
         finally:
-            body.release()
+            room.release()
 
     def _limits(self, context: RequestContext) -> RequestLimits:
         worker_vocab_size = self._dispatcher.vocab_size
@@ -149,7 +155,7 @@ class GenerateApi:
         await _run(generation, answer, connection, answer.done)
         wants_entries = prepared.head.num_top_logprobs is not None
         choices = []
-        for index, choice in enumerate(generation.choices):
+        for index, choice in enumerate(prepared.shown_choices()):
             parts = choice.take_parts() if choice.has_parts else None
             text = choice.take_text()
             entries = choice.take_entries() if wants_entries else []
@@ -161,6 +167,12 @@ class GenerateApi:
         response = Response(body, media_type="application/json")
         response.raw_headers.extend(timing_headers(generation.timelines, fingerprint, is_whole=True))
         return response
+
+
+def _decode_and_prepare(
+    data: bytes, decode: Decode[B], prepare: Prepare[B], model: ModelInfo, limits: RequestLimits
+) -> PreparedRequest:
+    return prepare(decode(data), model, limits)
 
 
 class _WholeAnswer:

@@ -28,7 +28,6 @@ WHITESPACE = r"(\r?\n[ \t]{0,32}|[ \t]{1,4})"
 """All that may stand between two tokens of JSON: indented lines, and no endless run."""
 
 _COUNTS = ("minLength", "minItems", "minProperties")
-_MARKS = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tools"')
 
 Grammar = dict[str, Any]
 """One entry of llguidance's list of grammars: ``json_schema`` or ``lark_grammar``."""
@@ -44,11 +43,18 @@ class Surroundings:
     token_id: TokenId
 
 
-def may_take_long(data: bytes) -> bool:
-    """Whether a request's body may hold a grammar to check."""
+def may_take_long(body: GenerationBody) -> bool:
+    """Whether there may be a grammar to check."""
     # Written out: a generator costs ten times as much.
-    first, second, third, fourth = _MARKS
-    return first in data or second in data or third in data or fourth in data
+    return (
+        body.response_format is not None
+        or body.tools is not None
+        or body.structured_outputs is not None
+        or body.guided_json is not None
+        or body.guided_regex is not None
+        or body.guided_choice is not None
+        or body.guided_grammar is not None
+    )
 
 
 def output_grammar(body: GenerationBody, around: Surroundings) -> str | None:
@@ -118,6 +124,9 @@ def _response_format(kind: str, schema: Any) -> tuple[str, Grammar]:
     path = "response_format.json_schema"
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{path}: expected an object", param=path)
+    for name in ("name", "description"):
+        if not isinstance(schema.get(name), str | None):
+            raise InvalidRequestError(f"{path}.{name}: expected a string", param=f"{path}.{name}")
     strict = schema.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequestError(f"{path}.strict: expected true or false", param=f"{path}.strict")
@@ -128,14 +137,19 @@ def _response_format(kind: str, schema: Any) -> tuple[str, Grammar]:
 def _guided(body: GenerationBody) -> list[tuple[str, str, Any]]:
     """(field, kind, value) of vLLM's fields, old and new."""
     fields = [(field, kind, getattr(body, field)) for field, kind in _OLD_FIELDS]
-    options = body.structured_outputs
-    if options is None:
+    if body.structured_outputs is None:
         return fields
+    # vLLM's own object, dumped, has every option: those that are off change nothing.
+    options = {name: value for name, value in body.structured_outputs.items() if not _is_off(name, value)}
     unknown = sorted(set(options) - set(_GUIDED))
     if unknown:
         path = f"structured_outputs.{unknown[0][:64]}"
         raise InvalidRequestError(f"{path}: not supported by this server", param=path)
     return fields + [(f"structured_outputs.{kind}", kind, options.get(kind)) for kind in _GUIDED]
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return value is None or (value is False and name not in _NEVER_FALSE)
 
 
 def _json_grammar(schema: Any, path: str, *, lenient: bool = False) -> Grammar:
@@ -197,6 +211,7 @@ _GUIDED = {
     "choice": _choice,
     "grammar": _grammar,
 }
+_NEVER_FALSE = frozenset(_GUIDED) - {"json_object"}
 _OLD_FIELDS = [(f"guided_{kind}", kind) for kind in _GUIDED if kind != "json_object"]
 
 

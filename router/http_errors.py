@@ -9,6 +9,7 @@ from starlette.responses import Response
 from twopool.protocol.errors import InvalidRequestError, RequestTooLargeError, TwopoolError
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_MISSING = re.compile(r"^Object missing required field `([^`]+)`")
 
 
 class HeadersTooLargeError(RequestTooLargeError):
@@ -67,9 +68,13 @@ def error_response(error: TwopoolError) -> Response:
 
 
 def invalid_json_error(error: Exception) -> InvalidRequestError:
-    """A body that does not decode; msgspec's ``$.path`` becomes the ``param``."""
+    """A body that does not decode; msgspec's ``$.path``, or the field it misses there, becomes the ``param``."""
     message = str(error)
     path = _PATH.search(message)
+    missing = _MISSING.match(message)
+    if missing is not None:  # of the body itself there is no path
+        field = missing[1] if path is None or not path[1] else f"{path[1]}.{missing[1]}"
+        return InvalidRequestError(f"{field}: a required field is missing", param=field)
     if path is None:
         return InvalidRequestError(f"the request body is not a valid JSON object: {message}")
     field = re.sub(r"\[\.\.\.\]$", "", path[1])

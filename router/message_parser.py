@@ -38,6 +38,7 @@ class MessageOptions:
     reasoning: Reasoning
     tool_format: ToolFormat
     tools: ToolUse | None
+    shows_reasoning: bool = True
 
     @property
     def reads_nothing(self) -> bool:
@@ -50,6 +51,7 @@ class MessageParser:
 
     def __init__(self, options: MessageOptions) -> None:
         self._reasoning: Reasoning = options.reasoning
+        self._shows_reasoning = options.shows_reasoning
         self._buffer = ""
         self._at_start = options.reasoning == "inside"
         self._may_repeat_opening = options.reasoning == "inside"
@@ -81,7 +83,7 @@ class MessageParser:
         out = MessageDelta()
         rest, self._buffer = self._buffer, ""
         if self._reasoning == "inside":
-            out.reasoning += rest
+            self._think(rest, out)
         elif rest:
             self._answer(rest, out)
         if self._calls is not None:
@@ -114,14 +116,18 @@ class MessageParser:
         self._buffer = self._without_newlines(self._buffer)
         at = self._buffer.find(THINK_CLOSE)
         if at >= 0:
-            out.reasoning += self._buffer[:at]
+            self._think(self._buffer[:at], out)
             self._buffer = self._buffer[at + len(THINK_CLOSE) :]
             self._reasoning = "none"
             self._at_start = True
             return
         keep = len(self._buffer) - partial_suffix(self._buffer, THINK_CLOSE)
-        out.reasoning += self._buffer[:keep]
+        self._think(self._buffer[:keep], out)
         self._buffer = self._buffer[keep:]
+
+    def _think(self, text: str, out: MessageDelta) -> None:
+        if self._shows_reasoning:
+            out.reasoning += text
 
     def _without_newlines(self, text: str) -> str:
         if self._at_start:

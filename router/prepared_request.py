@@ -1,4 +1,4 @@
-"""From the bytes of a request body to everything the answer needs: checked, tokenised, complete.
+"""From a request's body to everything the answer needs: checked, tokenised, complete.
 
 Pure functions of the body, the model and two limits; they run in a thread when the body is large.
 """
@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from twopool.protocol.errors import InvalidRequestError, ModelNotFoundError
+from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.ids import RequestId, new_request_id
 from twopool.protocol.messages import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, prompt_logprobs_bytes
 from twopool.router.choice_stream import ChoiceStream, TextOptions
@@ -26,8 +26,16 @@ from twopool.router.prompts import (
     max_completion_tokens,
 )
 from twopool.router.responses import AnswerHead
-from twopool.router.sampling_defaults import num_choices, num_logprobs, sampling_params, stop_strings
-from twopool.router.schema import ChatBody, CompletionBody, GenerationBody, decode_chat, decode_completion
+from twopool.router.sampling_defaults import (
+    is_ranked,
+    num_choices,
+    num_drawn,
+    num_logprobs,
+    sampling_params,
+    stop_strings,
+)
+from twopool.router.schema import ChatBody, CompletionBody, GenerationBody
+from twopool.router.served_names import served_name
 from twopool.router.tool_formats import MARKERS, REASONING_FORMATS, THINK_CLOSE, THINK_OPEN, TOOL_FORMATS
 from twopool.router.tools import ToolUse, tool_use
 
@@ -59,18 +67,29 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 
     head: AnswerHead
     prompts: list[PlannedPrompt]
+    num_shown: int
+    """choices of each prompt in the answer"""
     is_stream: bool
     include_usage: bool
     continuous_usage: bool
     include_timings: bool = False
 
+    def shown_choices(self) -> list[ChoiceStream]:
+        """The answer's choices, once all are finished: of each prompt the likeliest first, where more were drawn."""
+        shown: list[ChoiceStream] = []
+        for prompt in self.prompts:
+            choices = prompt.choices
+            if len(choices) > self.num_shown:
+                choices = sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)
+            shown += choices[: self.num_shown]
+        return shown
 
-def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
+
+def prepare_chat(body: ChatBody, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
     """``/v1/chat/completions``; raises the error the client gets."""
-    body = decode_chat(data)
-    name = _served_name(body, limits)
+    name = served_name(body.model, limits.served_names)
     _check_stream(body)
-    num_choices(body)
+    num_drawn(body)
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = chat_prompt(body, model, tools)
     max_tokens = max_chat_tokens(body, len(prompt.ids), limits.max_model_len)
@@ -78,14 +97,14 @@ def prepare_chat(data: bytes, model: ModelInfo, limits: RequestLimits) -> Prepar
     return _prepared(body, name, [prompt], [max_tokens], output, model, limits)
 
 
-def prepare_completion(data: bytes, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
+def prepare_completion(body: CompletionBody, model: ModelInfo, limits: RequestLimits) -> PreparedRequest:
     """``/v1/completions``; raises the error the client gets."""
-    body = decode_completion(data)
-    name = _served_name(body, limits)
+    name = served_name(body.model, limits.served_names)
     _check_stream(body)
     prompts = completion_prompts(body, model, limits.vocab_size)
-    if len(prompts) * num_choices(body) > MAX_CHOICES_IN_ALL:
-        raise InvalidRequestError(f"n: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param="n")
+    if len(prompts) * num_drawn(body) > MAX_CHOICES_IN_ALL:
+        name = "n" if body.best_of is None else "best_of"
+        raise InvalidRequestError(f"{name}: at most {MAX_CHOICES_IN_ALL} choices over all prompts", param=name)
     max_tokens = [max_completion_tokens(body, len(prompt.ids), limits.max_model_len) for prompt in prompts]
     around = Surroundings("none", model.tool_format, None, model.tokenizer.token_id)
     output = _Output(output_grammar(body, around), None, {})
@@ -100,7 +119,7 @@ def _chat_output(
     if limits.reasoning_parser == "auto":
         reasoning_format = model.reasoning_format
     reasoning = reasoning_at(prompt.text or "", reasoning_format, continues=bool(body.continue_final_message))
-    options = MessageOptions(reasoning, tool_format, tools)
+    options = MessageOptions(reasoning, tool_format, tools, shows_reasoning=body.include_reasoning is not False)
     tokenizer = model.tokenizer
     grammar = output_grammar(body, Surroundings(reasoning, tool_format, tools, tokenizer.token_id))
     if options.reads_nothing:
@@ -109,16 +128,6 @@ def _chat_output(
     ids = {text: tokenizer.token_id(text) for text in texts}
     markers = {number: text for text, number in ids.items() if number is not None}
     return _Output(grammar, options, {i: text for i, text in markers.items() if tokenizer.table.is_special(i)})
-
-
-def _served_name(body: GenerationBody, limits: RequestLimits) -> str:
-    """The model's name as the client said it; without one, the first served name."""
-    if body.model is None:
-        return limits.served_names[0]
-    if body.model not in limits.served_names:
-        shown = body.model if len(body.model) <= 128 else body.model[:128] + "..."
-        raise ModelNotFoundError(f"the model {shown!r} does not exist", param="model")
-    return body.model
 
 
 def _check_stream(body: GenerationBody) -> None:
@@ -154,6 +163,7 @@ def _prepared(
     return PreparedRequest(
         head=head,
         prompts=planned,
+        num_shown=num_choices(body),
         is_stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         include_timings=bool(body.timings) or limits.wants_timings,
@@ -199,6 +209,7 @@ def _planned(
             table,
             options,
             prefix=prefix,
+            prefix_offsets=prompt.offsets,
             prompt_ids=shown_ids,
             message=output.message,
             prompt_top=body.prompt_logprobs,
@@ -230,7 +241,8 @@ def _text_options(body: GenerationBody, sampling: SamplingParams, markers: dict[
         stop_token_ids=sampling.stop_token_ids,
         skip_special_tokens=True if body.skip_special_tokens is None else body.skip_special_tokens,
         min_tokens=sampling.min_tokens,
-        logprobs=sampling.logprobs is not None,
+        logprobs=num_logprobs(body) is not None,
+        ranked=is_ranked(body),
         markers=markers,
     )
 

@@ -1,11 +1,14 @@
 """From a request body to the token ids of its prompts, and how many tokens may follow."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
 from twopool.protocol.errors import ContextLengthError, InvalidRequestError
 from twopool.protocol.token_hash import TokenIds
 from twopool.router.chat_messages import template_messages
+from twopool.router.chat_template import ChatTemplate
 from twopool.router.model_info import ModelInfo
 from twopool.router.schema import ChatBody, CompletionBody
 from twopool.router.tools import ToolUse
@@ -16,10 +19,13 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text, or the rendered conversation."""
+    """``ids``: ``[n]`` int32, n ≥ 1. ``text`` is the client's own, where it sent text, or the rendered conversation.
+    ``offsets`` say where in it each token begins, where that is asked for.
+    """
 
     ids: TokenIds
     text: str | None = None
+    offsets: list[int] | None = None
 
 
 def chat_prompt(body: ChatBody, model: ModelInfo, tools: ToolUse | None = None) -> Prompt:
@@ -36,13 +42,39 @@ def chat_prompt(body: ChatBody, model: ModelInfo, tools: ToolUse | None = None) 
         template_messages(body.messages),
         add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continues,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=_template_kwargs(body, model, model.chat_template),
         tools=None if tools is None else tools.shown,
     )
     ids = model.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not len(ids):
         raise InvalidRequestError("messages: they render to an empty prompt", param="messages")
     return Prompt(ids, text)
+
+
+def _template_kwargs(body: ChatBody, model: ModelInfo, template: ChatTemplate) -> dict[str, Any]:
+    """The client's own, and what OpenAI's fields mean to this template, which refuses what it cannot express.
+
+    ``medium`` is what OpenAI does without the field. As in vLLM, any effort but ``none`` turns thinking on where that
+    is all a template knows.
+    """
+    given = dict(body.chat_template_kwargs or {})
+    effort, verbosity = body.reasoning_effort, body.verbosity
+    if effort is not None:
+        if template.reads("enable_thinking"):
+            given.setdefault("enable_thinking", effort != "none")
+        is_unheard = not template.reads("reasoning_effort") and not template.reads("enable_thinking")
+        if is_unheard and effort != "medium" and not (effort == "none" and model.reasoning_format is None):
+            raise _unheard("reasoning_effort", effort)
+        given.setdefault("reasoning_effort", effort)
+    if verbosity is not None:
+        if verbosity != "medium" and not template.reads("verbosity"):
+            raise _unheard("verbosity", verbosity)
+        given.setdefault("verbosity", verbosity)
+    return given
+
+
+def _unheard(name: str, value: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: this model's chat template has no way to ask for {value!r}", param=name)
 
 
 def completion_prompts(body: CompletionBody, model: ModelInfo, vocab_size: int) -> list[Prompt]:
@@ -95,7 +127,9 @@ def _text_prompt(text: str, body: CompletionBody, model: ModelInfo, path: str) -
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not len(ids):
         raise InvalidRequestError(f"{path}: an empty prompt", param=path)
-    return Prompt(ids, text)
+    if not body.echo or body.logprobs is None:
+        return Prompt(ids, text)
+    return Prompt(ids, text, model.tokenizer.offsets(text, add_special_tokens=add_special_tokens))
 
 
 def _id_prompt(ids: list[int], vocab_size: int, path: str) -> Prompt:

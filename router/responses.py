@@ -74,6 +74,8 @@ def whole_answer(
     }
     if head.is_chat and choices[0].stream.prompt_top is not None:
         body["prompt_logprobs"] = _prompt_logprobs(choices[0], table)
+    if head.is_chat and choices[0].stream.prompt_ids is not None:
+        body["prompt_token_ids"] = choices[0].stream.prompt_ids
     if timings is not None:
         body["timings"] = timings
     return _encode(body)
@@ -91,7 +93,9 @@ def _whole_choice(head: AnswerHead, choice: WholeChoice, table: TokenTable) -> d
         "stop_reason": choice.stream.stop_reason,
     }
     if choice.stream.prompt_ids is not None:
-        ending |= {"prompt_token_ids": choice.stream.prompt_ids, "token_ids": choice.stream.take_ids()}
+        if not head.is_chat:  # of a chat the answer itself carries them: it has one prompt
+            ending["prompt_token_ids"] = choice.stream.prompt_ids
+        ending["token_ids"] = choice.stream.take_ids()
     if not head.is_chat and choice.stream.prompt_scores is not None and choice.stream.prompt_top is not None:
         ending["prompt_logprobs"] = _prompt_logprobs(choice, table)
     if head.is_chat:
@@ -165,10 +169,11 @@ class EventWriter:
         self._plain_end = self._text_end + b'null,"finish_reason":null}]' + self._end(None)
         self._text_starts: dict[int, bytes] = {}
 
-    def role(self, index: int, usage: Usage | None) -> bytes:
-        """The first event of a chat choice."""
+    def role(self, index: int, usage: Usage | None, prompt_ids: list[int] | None = None) -> bytes:
+        """The first event of a chat choice; the first of all carries the prompt's ids where they were asked for."""
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % index
-        return self._start + choice + b'"logprobs":null,"finish_reason":null}]' + self._end(usage)
+        end = b'"logprobs":null,"finish_reason":null}]' + _prompt_ids_field(prompt_ids) + self._end(usage)
+        return self._start + choice + end
 
     def plain_parts(self, index: int) -> tuple[bytes, bytes]:
         """What stands around the inside of the text's JSON string in an event of new text and nothing else: nearly
@@ -177,12 +182,27 @@ class EventWriter:
         return self._text_start(index) + b'"', b'"' + self._plain_end
 
     def text(
-        self, index: int, text: str, entries: list[TokenEntry], token_ids: list[int] | None, usage: Usage | None
+        self,
+        index: int,
+        text: str,
+        entries: list[TokenEntry],
+        token_ids: list[int] | None,
+        usage: Usage | None,
+        prompt_ids: list[int] | None = None,
     ) -> bytes:
-        """New text of one choice, with its logprobs and token ids where they were asked for."""
+        """New text of one choice, with its logprobs and token ids where they were asked for; the first event of a
+        completion's choice carries its prompt's ids then.
+        """
         logprobs = _encode(logprobs_json(self._head, entries, self._table))
         ids = b"" if token_ids is None else b',"token_ids":' + _encode(token_ids)
-        end = self._text_end + logprobs + ids + b',"finish_reason":null}]' + self._end(usage)
+        end = (
+            self._text_end
+            + logprobs
+            + _prompt_ids_field(prompt_ids)
+            + ids
+            + b',"finish_reason":null}]'
+            + self._end(usage)
+        )
         return self._text_start(index) + _encode(text) + end
 
     def part(
@@ -219,6 +239,10 @@ class EventWriter:
         if usage is None:
             return self._usage_null + b"}\n\n"
         return b',"usage":' + _encode(usage.to_json()) + b"}\n\n"
+
+
+def _prompt_ids_field(prompt_ids: list[int] | None) -> bytes:
+    return b"" if prompt_ids is None else b',"prompt_token_ids":' + _encode(prompt_ids)
 
 
 def error_event(body: bytes) -> bytes:

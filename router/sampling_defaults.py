@@ -35,7 +35,7 @@ def sampling_params(
             f"min_tokens: {min_tokens} is more than the {max_tokens} tokens that may be generated", param="min_tokens"
         )
     return SamplingParams(
-        n=num_choices(body),
+        n=num_drawn(body),
         temperature=float_in_range("temperature", body.temperature, 0, 2, default=defaults.temperature),
         top_k=_top_k(body.top_k, defaults.top_k),
         top_p=float_in_range("top_p", body.top_p, 0, 1, default=defaults.top_p),
@@ -49,18 +49,32 @@ def sampling_params(
         min_tokens=min_tokens,
         eos_token_ids=() if body.ignore_eos else eos_token_ids,
         stop_token_ids=_stop_token_ids(body.stop_token_ids, vocab_size),
-        logprobs=num_logprobs(body),
+        logprobs=_drawn_logprobs(body),
         grammar=grammar,
         prompt_logprobs=num_prompt_logprobs(body),
     )
 
 
 def num_choices(body: GenerationBody) -> int:
-    """``n``; ``best_of`` may only repeat it."""
-    n = int_in_range("n", body.n, 1, MAX_CHOICES, default=1)
-    if body.best_of is not None and body.best_of != n:
-        raise InvalidRequestError(f"best_of: only best_of equal to n ({n}) is supported", param="best_of")
-    return n
+    """How many choices of each prompt the answer has."""
+    return int_in_range("n", body.n, 1, MAX_CHOICES, default=1)
+
+
+def num_drawn(body: GenerationBody) -> int:
+    """How many choices of each prompt are generated: ``best_of``, of which the likeliest are shown."""
+    n = num_choices(body)
+    drawn = int_in_range("best_of", body.best_of, 1, MAX_CHOICES, default=n)
+    if drawn < n:
+        raise InvalidRequestError(f"best_of: {drawn} is less than n ({n})", param="best_of")
+    if drawn > n and body.stream:
+        message = "best_of: more than n cannot be streamed, for only the end tells the best"
+        raise InvalidRequestError(message, param="best_of")
+    return drawn
+
+
+def is_ranked(body: GenerationBody) -> bool:
+    """Whether the choices shown are the likeliest of more."""
+    return num_drawn(body) > num_choices(body)
 
 
 def num_logprobs(body: GenerationBody) -> int | None:
@@ -68,7 +82,7 @@ def num_logprobs(body: GenerationBody) -> int | None:
     if isinstance(body, ChatBody):
         top = int_in_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, default=0)
         if not body.logprobs:
-            if body.top_logprobs is not None:
+            if top:
                 raise InvalidRequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
             return None
         return top
@@ -117,6 +131,12 @@ def float_in_range(name: str, value: float | None, low: float, high: float, *, d
     if not low <= value <= high:  # also refuses NaN
         raise InvalidRequestError(f"{name}: {value} is not between {low} and {high}", param=name)
     return value
+
+
+def _drawn_logprobs(body: GenerationBody) -> int | None:
+    """What the workers are to report: ranking needs each token's own at least."""
+    asked = num_logprobs(body)
+    return 0 if asked is None and is_ranked(body) else asked
 
 
 def _top_k(value: int | None, default: int) -> int:

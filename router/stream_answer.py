@@ -235,10 +235,13 @@ class StreamAnswer:
     def _add_choice_events(self, index: int, events: list[bytes]) -> None:
         choice = self._generation.choices[index]
         usage = self._running_usage()
+        prompt_ids = None
         if index not in self._started:
-            self._started.add(index)
             if self._head.is_chat:
-                events.append(self._writer.role(index, usage))
+                events.append(self._writer.role(index, usage, None if self._started else choice.prompt_ids))
+            else:
+                prompt_ids = choice.prompt_ids
+            self._started.add(index)
         parts = choice.take_parts() if choice.has_parts else None
         text = choice.take_text()
         entries = choice.take_entries() if self._head.num_top_logprobs is not None else []
@@ -247,8 +250,8 @@ class StreamAnswer:
             for part in parts:
                 events.append(self._writer.part(index, part, entries, token_ids, usage))
                 entries, token_ids = [], None
-        if text or entries or token_ids:
-            events.append(self._writer.text(index, text, entries, token_ids, usage))
+        if text or entries or token_ids or prompt_ids:
+            events.append(self._writer.text(index, text, entries, token_ids, usage, prompt_ids))
         if choice.finish_reason is not None:
             events.append(self._writer.finish(index, choice, usage))
 

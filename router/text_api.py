@@ -11,6 +11,7 @@ from twopool.router.http_errors import invalid_json_error
 from twopool.router.model_info import ModelInfo
 from twopool.router.prompts import chat_prompt
 from twopool.router.schema import ChatBody
+from twopool.router.served_names import served_name
 from twopool.router.tools import tool_use
 
 _INLINE_BODY_BYTES = 16 * 1024
@@ -30,6 +31,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -57,17 +59,19 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
-async def tokenize(data: bytes, model: ModelInfo, max_model_len: int) -> TokenizeAnswer:
-    """Raises ``InvalidRequestError`` naming the field."""
+async def tokenize(data: bytes, model: ModelInfo, max_model_len: int, served_names: tuple[str, ...]) -> TokenizeAnswer:
+    """Raises ``InvalidRequestError`` naming the field, or ``ModelNotFoundError``."""
     body = _decode(_tokenize_decoder, data)
+    served_name(body.model, served_names)
     if len(data) <= _INLINE_BODY_BYTES:
         return _tokenized(body, model, max_model_len)
     return await asyncio.get_running_loop().run_in_executor(None, _tokenized, body, model, max_model_len)
 
 
-async def detokenize(data: bytes, model: ModelInfo) -> DetokenizeAnswer:
-    """Raises ``InvalidRequestError`` naming the field."""
+async def detokenize(data: bytes, model: ModelInfo, served_names: tuple[str, ...]) -> DetokenizeAnswer:
+    """Raises ``InvalidRequestError`` naming the field, or ``ModelNotFoundError``."""
     body = _decode(_detokenize_decoder, data)
+    served_name(body.model, served_names)
     table = model.tokenizer.table
     for token_id in body.tokens:
         if not 0 <= token_id < model.vocab_size:
@@ -82,6 +86,8 @@ async def detokenize(data: bytes, model: ModelInfo) -> DetokenizeAnswer:
 def _tokenized(body: TokenizeBody, model: ModelInfo, max_model_len: int) -> TokenizeAnswer:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+    if body.chat_template:
+        raise InvalidRequestError("chat_template: not supported by this server", param="chat_template")
     if body.messages is None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         ids = model.tokenizer.encode(body.prompt or "", add_special_tokens=special).tolist()

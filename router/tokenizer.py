@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
 
 from twopool.protocol.errors import ModelError
 from twopool.protocol.token_hash import TokenIds
@@ -20,6 +20,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, *, bos_id: int | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        _count_spaces(tokenizer)
         self._tokenizer = tokenizer
         self._bos_id = bos_id
         self.table = TokenTable(tokenizer)
@@ -32,16 +33,40 @@ class TextTokenizer:
         if self._word_ids is not None and (self._adds_nothing or not add_special_tokens):
             ids = self._word_ids.encode(text)
         if ids is None:
-            # The "fast" of a batch leaves out offsets, which nobody here reads; there is no such call for one text.
+            # The "fast" of a batch leaves out offsets, which hardly anybody reads; there is no such call for one text.
             ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        if add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
+        if add_special_tokens and self._begins_twice(ids):
             ids = ids[1:]
         return np.array(ids, dtype=np.int32)
+
+    def offsets(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Where in ``text`` each token of ``encode`` begins, in characters; a token that begins inside a character, at
+        that character. Tokens that are added to the text take none of it.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        offsets, taken = [], 0
+        for (start, end), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            # Some leave the white space before a token out: it begins where the one before it ended.
+            offsets.append(taken if is_added else min(start, taken))
+            taken = taken if is_added else max(end, taken)
+        return offsets[1:] if add_special_tokens and self._begins_twice(encoding.ids) else offsets
+
+    def _begins_twice(self, ids: list[int]) -> bool:
+        return self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token given by its exact string."""
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
+
+
+def _count_spaces(tokenizer: Tokenizer) -> None:
+    """Make white space part of the tokens that write it; ids do not depend on that."""
+    last = tokenizer.post_processor
+    steps: Any = last if isinstance(last, processors.Sequence) else [last]  # iterable, whatever its stub says
+    for step in steps:
+        if hasattr(step, "trim_offsets"):
+            step.trim_offsets = False
 
 
 def special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -50,6 +50,7 @@ class ToolUse:
 def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
     """``None`` when nothing may be called. Raises ``InvalidRequestError`` naming the field."""
     given = _tools(tools)
+    shown = [_without_nulls(tool) for tool in tools or ()]
     mode, name = _choice(choice)
     if mode in ("required", "named") and not given:
         raise InvalidRequestError("tool_choice: needs tools to choose from", param="tool_choice")
@@ -59,8 +60,14 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
         chosen = tuple(tool for tool in given if tool.name == name)
         if not chosen:
             raise InvalidRequestError(f"tool_choice: there is no tool named {name!r}", param="tool_choice")
-        return ToolUse("named", chosen, tools, many=False)
-    return ToolUse("auto" if mode == "auto" else "required", given, tools, many=parallel is not False)
+        return ToolUse("named", chosen, shown, many=False)
+    return ToolUse("auto" if mode == "auto" else "required", given, shown, many=parallel is not False)
+
+
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    """Null means absent, for the chat template too. In the schema of the parameters it is a value like any other."""
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**{key: value for key, value in tool.items() if value is not None}, "function": function}
 
 
 def _tools(tools: Any) -> tuple[Tool, ...]:
@@ -103,10 +110,9 @@ def _tool(tool: Any, path: str) -> Tool:
         return Tool(name, _NO_PARAMETERS, path, strict)
     if not isinstance(parameters, dict):
         raise InvalidRequestError(f"{path}: expected a JSON schema", param=path)
-    kind = parameters.get("type", "object")
-    if kind != "object":
+    if parameters.get("type") not in (None, "object"):
         raise InvalidRequestError(f"{path}.type: arguments are an object", param=f"{path}.type")
-    return Tool(name, {"type": "object", **parameters}, path, strict)
+    return Tool(name, {**parameters, "type": "object"}, path, strict)
 
 
 def _choice(choice: Any) -> tuple[str, str | None]:
@@ -117,7 +123,7 @@ def _choice(choice: Any) -> tuple[str, str | None]:
         return str(choice), None
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or choice.get("type", "function") != "function":
+    if not isinstance(name, str) or choice.get("type") not in (None, "function"):
         raise InvalidRequestError(
             'tool_choice: expected "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
             param="tool_choice",

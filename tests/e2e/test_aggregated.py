@@ -27,7 +27,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "min-tokens": {"min_tokens": 5, "max_tokens": 10, "ignore_eos": False},
     "usage": {"stream_options": {"include_usage": True}},
     "two-choices": {"n": 2, **SAMPLED},
-    "best-of": {"n": 2, "best_of": 2, **SAMPLED},
+    "best-of": {"n": 2, "best_of": 4, **SAMPLED},
     "echo": {"echo": True},
     "echo-and-logprobs": {"echo": True, "logprobs": 2},
     "echo-and-nothing-else": {"echo": True, "max_tokens": 0},
@@ -122,7 +122,7 @@ def test_answers_are_those_of_one_worker(pair: Cluster, alone: Cluster, path: st
             cached = answer["usage"].pop("prompt_tokens_details")
             assert 0 <= cached["cached_tokens"] <= answer["usage"]["prompt_tokens"]
         assert ours == theirs
-        if name == "prompt-logprobs":
+        if name in ("prompt-logprobs", "best-of"):
             continue  # not available in streams
         streams = [joined(cluster, path, body) for cluster in (pair, alone)]
         for *_, usages in streams:
@@ -148,3 +148,13 @@ def test_penalties_do_not_depend_on_what_is_cached(pair: Cluster, alone: Cluster
         for cluster in (pair, alone):
             for _ in range(3):
                 assert cluster.token_ids(prompt, max_tokens=30, repetition_penalty=1.3) == expected
+
+
+def test_the_best_are_those_of_all_that_were_drawn(pair: Cluster) -> None:
+    body = {key: value for key, value in body_of("/v1/completions", "best-of").items() if key not in ("n", "best_of")}
+    drawn = whole(pair, "/v1/completions", body | {"n": 4, "logprobs": 0})
+    means = {c["text"]: sum(c["logprobs"]["token_logprobs"]) / 20 for c in drawn["choices"]}
+    assert len(means) == 4
+    best = whole(pair, "/v1/completions", body | {"n": 2, "best_of": 4})
+    assert [c["text"] for c in best["choices"]] == sorted(means, key=means.__getitem__, reverse=True)[:2]
+    assert best["usage"]["completion_tokens"] == drawn["usage"]["completion_tokens"] == 80

@@ -1,6 +1,7 @@
 """Structured output: what is refused and where the message points, and what the grammars made here accept."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from tokenizers import AddedToken
 from twopool.protocol.errors import InvalidRequestError
 from twopool.protocol.grammar import grammar_limits
 from twopool.protocol.messages import MAX_GRAMMAR_CHARS
-from twopool.router.grammar import Surroundings, may_take_long, output_grammar
+from twopool.router.grammar import Surroundings, output_grammar
 from twopool.router.message_parser import MessageOptions, MessageParser, message_json
 from twopool.router.model_info import ModelInfo
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat
-from twopool.router.schema import ChatBody, ResponseFormat
+from twopool.router.schema import ChatBody, ResponseFormat, decode_chat
 from twopool.router.tool_formats import MARKERS, TOOL_FORMATS, ToolFormat
 from twopool.router.tools import tool_use
+from twopool_testing.fake_dispatcher import FakeDispatcher
+from twopool_testing.http_server import running_server
 from twopool_testing.tiny_tokenizers import byte_level_tokenizer
 
 LIMITS = RequestLimits(
@@ -58,7 +61,7 @@ def judge(tiny_model: ModelInfo) -> Judge:
 
 def chat(model: ModelInfo, **fields: Any) -> PreparedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    return prepare_chat(json.dumps(body).encode(), model, LIMITS)
+    return prepare_chat(decode_chat(json.dumps(body).encode()), model, LIMITS)
 
 
 def grammar_of(model: ModelInfo, **fields: Any) -> str:
@@ -188,6 +191,8 @@ def test_guided_fields(tiny_model: ModelInfo, judge: Judge, fields: dict[str, An
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema"),
         ({"response_format": json_schema({}, strict="yes")}, "response_format.json_schema.strict"),
+        ({"response_format": json_schema({}, description=5)}, "response_format.json_schema.description"),
+        ({"structured_outputs": {"regex": False}}, "structured_outputs.regex"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
     ],
@@ -231,6 +236,18 @@ def test_invalid_tools(tiny_model: ModelInfo, fields: dict[str, Any], param: str
         chat(tiny_model, **fields)
     assert caught.value.param == param
     assert chat(tiny_model, tools=TOOLS).prompts[0].request is not None
+
+
+def test_parameters_are_an_object_unless_they_say_otherwise(tiny_model: ModelInfo) -> None:
+    for properties in ({}, {"a": {"const": None}}):
+        kinds: tuple[dict[str, Any], ...] = ({}, {"type": None}, {"type": "object"})
+        tools = [
+            [{"type": "function", "function": {"name": "f", "parameters": {**kind, "properties": properties}}}]
+            for kind in kinds
+        ]
+        grammars = [json.loads(grammar_of(tiny_model, tools=one, tool_choice="required")) for one in tools]
+        assert grammars[0] == grammars[1] == grammars[2]
+        assert grammars[0]["grammars"][1]["json_schema"]["type"] == "object"
 
 
 CALLS = {
@@ -366,7 +383,37 @@ def test_reasoning_comes_before_the_answer(tiny_model: ModelInfo, judge: Judge) 
     assert not judge.accepts(perhaps, "hm</think>{}")
 
 
-def test_bodies_with_grammars_are_prepared_in_a_thread() -> None:
-    assert may_take_long(b'{"response_format": {"type": "text"}}')
-    assert may_take_long(b'{"guided_regex": "a"}')
-    assert not may_take_long(b'{"prompt": "hi"}')
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"response_format": {"type": "json_object"}',
+        '"tools": []',
+        '"structured_outputs": {"regex": "a"}',
+        '"guided_json": {}',
+        '"guided_regex": "a"',
+        '"guided_choice": ["a"]',
+        '"guided_grammar": "start: /a/"',
+        r'"guided\u005fregex": "a"',
+        r'"r\u0065sponse_format": {"type": "json_object"}',
+    ],
+)
+async def test_grammars_are_checked_off_the_event_loop(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """However the field is written."""
+    threads = []
+
+    def noted(*args: Any) -> str | None:
+        threads.append(threading.get_ident())
+        return output_grammar(*args)
+
+    monkeypatch.setattr("twopool.router.prepared_request.output_grammar", noted)
+    async with running_server(tiny_model, FakeDispatcher(lambda request, choice: [60])) as server:
+        for body in (f'{{"messages": [{{"role": "user", "content": "hi"}}], "max_tokens": 1, {field}}}', PLAIN):
+            response = await server.client.post("/v1/chat/completions", content=body)
+            assert response.status_code == 200, response.text
+    assert len(threads) == 2
+    assert threads[0] != threading.get_ident() == threads[1]
+
+
+PLAIN = '{"messages": [{"role": "user", "content": "a \\"guided_regex\\" and \\"tools\\""}], "max_tokens": 1}'

@@ -108,6 +108,51 @@ async def test_every_cut_gives_the_same_text_in_both_modes(server: RunningServer
     assert whole["usage"]["completion_tokens"] == max_tokens
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_the_likeliest_of_more_choices(tiny_model: ModelInfo, is_chat: bool, logprobs: int | None) -> None:
+    """By the mean: by the sum, "c" would be before "aaaa". Tokens that a stop string cut off count."""
+    dispatcher = FakeDispatcher()
+    words = [ids_of(tiny_model, text) for text in ("aaaa", "b!", "c", "d")]
+    assert len(words[0]) > 1
+    means = [-0.5, -0.25, -0.9, -2.0]
+    fields: dict[str, Any] = {"n": 2, "best_of": 4, "max_tokens": 9, "stop": "!"}
+    if logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": logprobs} if is_chat else {"logprobs": logprobs}
+    async with running_server(tiny_model, dispatcher) as server:
+        asked = asyncio.create_task(server.chat(**fields) if is_chat else server.complete(**fields))
+        fake = await dispatcher.request()
+        assert (fake.routed.sampling.n, fake.routed.sampling.logprobs) == (4, 0 if logprobs is None else logprobs)
+        for choice in (3, 2, 0, 1):
+            fake.logprob = means[choice]
+            for token in words[choice][:-1]:
+                fake.send(choice, [token])
+            fake.send(choice, words[choice][-1:], "length")
+        answer = (await asked).json()
+    texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in answer["choices"]]
+    assert texts == ["b", "aaaa"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
+    assert [choice["logprobs"] is None for choice in answer["choices"]] == [logprobs is None] * 2
+    assert answer["usage"]["completion_tokens"] == sum(map(len, words))
+
+
+async def test_each_prompt_has_its_best(tiny_model: ModelInfo) -> None:
+    dispatcher = FakeDispatcher()
+    [a], [b] = ids_of(tiny_model, "a"), ids_of(tiny_model, "b")
+    async with running_server(tiny_model, dispatcher) as server:
+        asked = asyncio.create_task(server.complete(["x", "y"], best_of=2, max_tokens=1, echo=True))
+        for number, better in enumerate((1, 0)):
+            fake = await dispatcher.request(number)
+            for choice, token in enumerate((a, b)):
+                fake.logprob = -0.5 if choice == better else -1.5
+                fake.send(choice, [token], "length")
+        answer = (await asked).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["xb", "ya"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 @pytest.mark.parametrize("include", [True, False, None])
 async def test_usage_in_streams(server: RunningServer, include: bool | None) -> None:
     """API-07, M-usage-chunk."""
@@ -242,7 +287,7 @@ async def test_chat_logprobs(server: RunningServer, stream: bool, top: int | Non
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 5])
-async def test_completion_logprobs(server: RunningServer, stream: bool, count: int) -> None:
+async def test_completion_logprobs(server: RunningServer, tiny_model: ModelInfo, stream: bool, count: int) -> None:
     """API-11."""
     response = await server.complete(logprobs=count, stream=stream, max_tokens=100)
     parts = [event["choices"][0] for event in sse_events(response.text)[:-1]] if stream else response.json()["choices"]
@@ -252,8 +297,11 @@ async def test_completion_logprobs(server: RunningServer, stream: bool, count: i
             merged[name] += values
     lengths = {len(values) for values in merged.values()}
     assert len(lengths) == 1
-    assert merged["text_offset"] == sorted(merged["text_offset"])
-    assert merged["text_offset"][:2] == [0, 5]
+    assert "".join(part["text"] for part in parts) == TEXT
+    table, before = tiny_model.tokenizer.table, b""
+    for token_id, offset in zip([*ids_of(tiny_model, TEXT), END], merged["text_offset"], strict=True):
+        assert offset == len(before.decode(errors="ignore"))
+        before += table.token_bytes(token_id)
     for token, tops in zip(merged["tokens"], merged["top_logprobs"], strict=True):
         assert token in tops
         assert len(tops) == max(count, 1)
@@ -328,21 +376,43 @@ async def test_both_ways_of_a_token_keep_their_order(tiny_model: ModelInfo, chat
     assert server.metric("twopool_generation_tokens_total") == sum(map(len, steps)) + 1
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stop", [None, "orl"])
 async def test_token_ids_on_request(
-    server: RunningServer, tiny_model: ModelInfo, stream: bool, stop: str | None
+    server: RunningServer, tiny_model: ModelInfo, is_chat: bool, stream: bool, stop: str | None
 ) -> None:
-    """Every token that counts is told, the one that ended the choice and those without text among them."""
-    response = await server.complete(return_token_ids=True, stream=stream, stop=stop, max_tokens=100)
-    ids = [*ids_of(tiny_model, TEXT), END]
-    if stream:
-        events = sse_events(response.text)[:-1]
-        told = [token_id for event in events for token_id in event["choices"][0].get("token_ids", [])]
-    else:
-        [choice] = response.json()["choices"]
-        told = choice["token_ids"]
-        assert choice["prompt_token_ids"] == server.dispatcher.requests[0].routed.prompt_ids.tolist()
-        assert len(told) == response.json()["usage"]["completion_tokens"]
-    assert told == (ids if stop is None else ids[: len(told)])
-    assert stop is None or "orl" in tiny_model.tokenizer.table.decode(told, skip_special_tokens=True)
+    """Every token that counts is told, the one that ended the choice and those without text among them; the prompt's
+    once, where vLLM has them.
+    """
+    fields: dict[str, Any] = {"return_token_ids": True, "stream": stream, "stop": stop, "max_tokens": 100, "n": 2}
+    response = await (server.chat(**fields) if is_chat else server.complete(["hi", "yo!"], **fields))
+    events = sse_events(response.text)[:-1] if stream else [response.json()]
+    prompts = [request.routed.prompt_ids.tolist() for request in server.dispatcher.requests]
+    told: dict[int, list[int]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        if not is_chat and choice["index"] not in told:
+            assert choice["prompt_token_ids"] == prompts[choice["index"] // 2]
+        else:
+            assert "prompt_token_ids" not in choice
+        told.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+    assert [event.get("prompt_token_ids") for event in events[:2]] == [prompts[0] if is_chat else None, None][
+        : len(events)
+    ]
+    assert all("prompt_token_ids" not in event for event in events[1:])
+    assert sorted(told) == list(range(2 * len(prompts)))
+    for index, mine in told.items():
+        ids = [*ids_of(tiny_model, TEXT)[index % 2 :], END]
+        assert mine == (ids if stop is None else ids[: len(mine)])
+        assert stop is None or "orl" in tiny_model.tokenizer.table.decode(mine, skip_special_tokens=True)
+    assert stream or sum(map(len, told.values())) == events[0]["usage"]["completion_tokens"]
+
+
+async def test_a_prompt_s_ids_are_told_where_nothing_follows(server: RunningServer) -> None:
+    for echo in (True, False):
+        fields: dict[str, Any] = {"return_token_ids": True, "max_tokens": 0, "echo": echo}
+        events = sse_events((await server.complete([5, 6, 7], stream=True, **fields)).text)[:-1]
+        [whole] = (await server.complete([5, 6, 7], **fields)).json()["choices"]
+        assert events[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"] == [5, 6, 7]
+        assert sum("prompt_token_ids" in event["choices"][0] for event in events) == 1
+        assert joined([*events, "[DONE]"]) == whole["text"]

@@ -108,14 +108,16 @@ async def test_a_request_that_trickles_in_is_cut_off(tiny_model: ModelInfo, monk
 async def test_keep_alive_survives_errors(server: RunningServer) -> None:
     """RT-07: one connection, answers good and bad, lengths right."""
     reader, writer = await server.connect()
-    statuses = []
+    statuses, params = [], []
     for body in (CHAT, {**CHAT, "temperature": 9}, {}, CHAT, {**CHAT, "model": "nope"}, CHAT):
         writer.write(raw_request(body))
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         assert ("content-length:" in head) != ("transfer-encoding:" in head)
-        await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
+        answer = json.loads(await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0])))
         statuses.append(int(head.split(" ")[1]))
+        params.append(answer.get("error", {}).get("param"))
     assert statuses == [200, 400, 400, 200, 404, 200]
+    assert params == [None, "temperature", "messages", None, "model", None]
     writer.write(raw_request({**CHAT, "stream": True}))
     assert (await reader.readuntil(b"0\r\n\r\n")).count(b"data: ") == 5
     writer.write(raw_request(CHAT, extra="connection: close\r\n"))

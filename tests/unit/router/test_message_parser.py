@@ -27,8 +27,10 @@ def read(
     many: bool | None = None,
     reason: FinishReason = "stop",
     tools: bool = True,
+    shows_reasoning: bool = True,
 ) -> tuple[dict[str, Any], str | None, list[MessageDelta]]:
-    options = MessageOptions(reasoning, tool_format, tool_use(TOOLS if tools else None, choice, many))
+    use = tool_use(TOOLS if tools else None, choice, many)
+    options = MessageOptions(reasoning, tool_format, use, shows_reasoning=shows_reasoning)
     parser = MessageParser(options)
     deltas = [delta for delta in [*map(parser.push, pieces), parser.finish()] if delta]
     message = message_json(deltas)
@@ -144,6 +146,9 @@ def test_reasoning(reasoning: Reasoning, text: str, thought: str, content: str, 
     pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
     message, _, _ = read(pieces, reasoning=reasoning, tools=False)
     assert (message.get("reasoning_content", ""), message["content"]) == (thought, content)
+    hidden, _, deltas = read(pieces, reasoning=reasoning, tools=False, shows_reasoning=False)
+    assert (hidden.get("reasoning_content"), hidden["content"]) == (None, content)
+    assert all(delta.content for delta in deltas)
 
 
 def test_reasoning_before_calls() -> None:

@@ -9,9 +9,12 @@ import pytest
 
 from twopool.protocol.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, TwopoolError
 from twopool.protocol.messages import SamplingParams
+from twopool.router import sampling_defaults
+from twopool.router.chat_template import ChatTemplate
 from twopool.router.interface import RoutedRequest
 from twopool.router.model_info import ModelInfo, SamplingDefaults
 from twopool.router.prepared_request import PreparedRequest, RequestLimits, prepare_chat, prepare_completion
+from twopool.router.schema import ChatBody, CompletionBody, StreamOptions, decode_chat, decode_completion
 
 VOCAB = 330
 LIMITS = RequestLimits(
@@ -21,11 +24,11 @@ LIMITS = RequestLimits(
 
 def chat(model: ModelInfo, /, **fields: Any) -> PreparedRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    return prepare_chat(json.dumps(body).encode(), model, LIMITS)
+    return prepare_chat(decode_chat(json.dumps(body).encode()), model, LIMITS)
 
 
 def complete(model: ModelInfo, /, prompt: Any = "hi", **fields: Any) -> PreparedRequest:
-    return prepare_completion(json.dumps({"prompt": prompt, **fields}).encode(), model, LIMITS)
+    return prepare_completion(decode_completion(json.dumps({"prompt": prompt, **fields}).encode()), model, LIMITS)
 
 
 def routed(prepared: PreparedRequest, number: int = 0) -> RoutedRequest:
@@ -67,7 +70,9 @@ def assert_refused(model: ModelInfo, fields: dict[str, Any], param: str) -> None
         ("n", 0),
         ("n", 129),
         ("n", True),
-        ("best_of", 2),
+        ("best_of", 0),
+        ("best_of", 129),
+        ("best_of", "2"),
         ("seed", 2**63),
         ("seed", -(2**63) - 1),
         ("seed", "7"),
@@ -117,6 +122,39 @@ def assert_refused(model: ModelInfo, fields: dict[str, Any], param: str) -> None
         ("chat_template", "{{ 1 }}"),
         ("modalities", ["text", "audio"]),
         ("suffix", "x"),
+        ("web_search_options", {}),
+        ("moderation", {"model": "m"}),
+        ("thinking_token_budget", 0),
+        ("length_penalty", 1.5),
+        ("guided_whitespace_pattern", " "),
+        ("logprob_token_ids", [1]),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("return_prompt_text", True),
+        ("return_token_offsets", True),
+        ("metadata", ["a"]),
+        ("metadata", {"a": 1}),
+        ("store", "yes"),
+        ("service_tier", 1),
+        ("prediction", "text"),
+        ("prediction", {"type": "content"}),
+        ("prediction", {"type": "tokens", "content": ""}),
+        ("prompt_cache_key", 5),
+        ("prompt_cache_retention", 5),
+        ("prompt_cache_options", "30m"),
+        ("safety_identifier", 5),
+        ("request_id", 5),
+        ("session_id", 5),
+        ("priority", "high"),
+        ("guided_decoding_backend", 5),
+        ("reasoning_effort", "extreme"),
+        ("reasoning_effort", 2),
+        ("verbosity", "chatty"),
+        ("include_reasoning", "no"),
+        ("top_logprobs", "5"),
+        ("max_completion_tokens", 1.5),
+        ("chat_template_kwargs", []),
+        ("add_generation_prompt", 1),
+        ("continue_final_message", "yes"),
     ],
 )
 def test_refused_values_name_their_field(tiny_model: ModelInfo, field: str, value: Any) -> None:
@@ -124,30 +162,195 @@ def test_refused_values_name_their_field(tiny_model: ModelInfo, field: str, valu
     assert_refused(tiny_model, {field: value}, field)
 
 
-OPTIONAL = (
-    "model temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty n best_of stop "
-    "max_tokens min_tokens logit_bias stop_token_ids stream stream_options user logprobs top_logprobs echo suffix "
-    "response_format tools tool_choice functions function_call guided_json ignore_eos skip_special_tokens "
-    "include_stop_str_in_output add_special_tokens max_completion_tokens chat_template_kwargs cache_salt modalities "
-    "add_generation_prompt continue_final_message prompt_logprobs return_token_ids"
-)
+def everything(prepared: PreparedRequest) -> Any:
+    """All of a request except the ids and times that no two have in common."""
+    head = msgspec.structs.replace(prepared.head, answer_id="", created=0)
+    prompts = [
+        (
+            prompt.num_prompt_tokens,
+            prompt.request and msgspec.structs.replace(prompt.request, request_id="", prompt_ids=None),
+            prompt.request and prompt.request.prompt_ids.tolist(),
+            [
+                (choice._options, list(choice._ready), choice.prompt_ids, choice.prompt_top, choice.finish_reason)
+                + (() if choice._message is None else (choice._message._reasoning, choice._message._named))
+                for choice in prompt.choices
+            ],
+        )
+        for prompt in prepared.prompts
+    ]
+    return head, prompts, msgspec.structs.replace(prepared, head=head, prompts=[])
 
 
-@pytest.mark.parametrize("field", OPTIONAL.split())
-def test_null_is_the_same_as_absent(tiny_model: ModelInfo, field: str) -> None:
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+OPTIONAL = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__} - {"messages", "prompt"})
+
+
+@pytest.mark.parametrize("field", OPTIONAL)
+def test_null_is_the_same_as_absent(tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """X-max-tokens-null."""
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
     for prepare in (chat, complete):
-        with_null = prepare(tiny_model, **{"seed": 1, field: None})
-        without = prepare(tiny_model, seed=1)
-        assert sampling(with_null) == sampling(without)
-        assert (with_null.head.model, with_null.is_stream) == (without.head.model, without.is_stream)
+        assert everything(prepare(tiny_model, **{field: None})) == everything(prepare(tiny_model))
+
+
+def test_every_field_of_openai_s_client_is_known() -> None:
+    """What it may send is either done, or refused, or known to have no effect."""
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+
+    assert set(chats.CompletionCreateParamsBase.__annotations__) <= set(ChatBody.__struct_fields__)
+    assert set(completions.CompletionCreateParamsBase.__annotations__) <= set(CompletionBody.__struct_fields__)
+    assert set(ChatCompletionStreamOptionsParam.__annotations__) <= set(StreamOptions.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "fields", "param"),
+    [
+        (chat, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        (complete, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "spaces_between_special"),
+        (complete, {"max_completion_tokens": 5}, "max_completion_tokens"),
+        (complete, {"top_logprobs": 1}, "top_logprobs"),
+        (complete, {"n": 3, "best_of": 2}, "best_of"),
+        (complete, {"best_of": 2, "stream": True}, "best_of"),
+        (complete, {"prompt": [[5]] * 2048, "best_of": 3}, "best_of"),
+        (chat, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (chat, {"verbosity": "low"}, "verbosity"),
+    ],
+)
+def test_what_would_be_left_out_silently_is_refused(
+    tiny_model: ModelInfo, prepare: Any, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        prepare(tiny_model, **fields)
+    assert caught.value.param is not None and caught.value.param.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "shown"),
+    [
+        ("{{ reasoning_effort }} {{ verbosity }}", {"reasoning_effort": "xhigh", "verbosity": "low"}, "xhigh low"),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low", "verbosity": "medium"}, "low"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "low"}, "True"),
+        (
+            "{{ enable_thinking }}",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "False",
+        ),
+        ("{{ enable_thinking is defined }}{{ reasoning_effort is defined }}", {}, "FalseFalse"),
+    ],
+)
+def test_the_template_says_how_much_to_think(
+    tiny_model: ModelInfo, template: str, fields: dict[str, Any], shown: str
+) -> None:
+    model = replace(tiny_model, chat_template=ChatTemplate(template, {}))
+    expected = tiny_model.tokenizer.encode(shown, add_special_tokens=False).tolist()
+    assert routed(chat(model, **fields)).prompt_ids.tolist() == expected
+
+
+def test_a_model_that_always_thinks_cannot_be_told_not_to(tiny_model: ModelInfo) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(replace(tiny_model, reasoning_format="deepseek_r1"), reasoning_effort="none")
+    assert caught.value.param == "reasoning_effort"
+
+
+VLLM_OPTIONS = {
+    **dict.fromkeys(["json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"]),
+    **dict.fromkeys(["disable_fallback", "disable_any_whitespace", "disable_additional_properties"], False),
+}
+"""As vLLM's own ``StructuredOutputsParams`` look when nothing is set."""
+
+FUNCTION = {"name": "f", "description": None, "parameters": None, "strict": None}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"user": "u", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "parallel_tool_calls": True},
-        {"kv_transfer_params": {"x": 1}, "request_id": "mine", "nonsense": [1]},
+        {"stream": True, "stream_options": dict.fromkeys(StreamOptions.__struct_fields__)},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": None, "description": None, "strict": None, "schema": {"const": 1}},
+            }
+        },
+        {"structured_outputs": dict.fromkeys(VLLM_OPTIONS)},
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": None},
+    ],
+)
+def test_null_is_the_same_as_absent_inside_of_fields(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
+    for prepare in (chat,) if "tools" in fields else (chat, complete):
+        assert everything(prepare(tiny_model, **fields)) == everything(prepare(tiny_model, **without_nulls(fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": {"type": None, "function": {"name": "f", "strict": None}}},
+        {
+            "messages": [
+                {"role": "user", "content": "hi", "name": None, "tool_calls": None, "refusal": None},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "audio": None,
+                    "tool_calls": [
+                        {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}", "description": None}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "name": None, "content": [{"type": "text", "text": "x"}]},
+            ]
+        },
+    ],
+)
+def test_null_is_the_same_as_absent_where_there_are_tools(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """The template here shows all it is given."""
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
+    model = replace(tiny_model, chat_template=ChatTemplate("{{ messages | tojson }}{{ tools | tojson }}", {}))
+    fields = {"tools": [{"type": "function", "function": FUNCTION, "id": None}], **fields}
+    assert everything(chat(model, **fields)) == everything(chat(model, **without_nulls(fields)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"regex": "a+"}, {"json_object": True}])
+def test_vllm_s_own_object_is_taken(
+    tiny_model: ModelInfo, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sampling_defaults, "new_seed", lambda: 7)
+    dumped = chat(tiny_model, structured_outputs={**VLLM_OPTIONS, **fields})
+    assert everything(dumped) == everything(chat(tiny_model, structured_outputs=fields))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("disable_any_whitespace", True), ("whitespace_pattern", " "), ("structural_tag", "{}")]
+)
+def test_options_that_would_change_the_output_are_refused(tiny_model: ModelInfo, option: str, value: Any) -> None:
+    assert_refused(tiny_model, {"structured_outputs": {"regex": "a", option: value}}, f"structured_outputs.{option}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "u", "metadata": {"a": "1"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True},
+        {"prediction": {"type": "content", "content": "hi"}, "prompt_cache_key": "k", "safety_identifier": "s"},
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "hi"}]}, "priority": -1},
+        {"prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}, "guided_decoding_backend": "auto"},
+        {"kv_transfer_params": {"x": 1}, "request_id": "mine", "session_id": "s", "nonsense": [1]},
+        {"length_penalty": 1, "spaces_between_special_tokens": True, "guided_whitespace_pattern": ""},
+        {"spaces_between_special_tokens": False, "include_reasoning": False, "top_logprobs": 0},
+        {"reasoning_effort": "medium", "verbosity": "medium", "function_call": "auto"},
+        {"reasoning_effort": "none", "stream": True, "stream_options": {"include_obfuscation": False}},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"]},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"tool_choice": "auto", "use_beam_search": False, "return_token_ids": False, "bad_words": [], "suffix": ""},
@@ -173,7 +376,9 @@ def test_harmless_fields_change_nothing(tiny_model: ModelInfo, fields: dict[str,
         ({"seed": 0}, {"seed": 0}),
         ({"seed": -1}, {"seed": -1}),
         ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
-        ({"n": 3, "best_of": 3}, {"n": 3}),
+        ({"n": 3, "best_of": 3}, {"n": 3, "logprobs": None}),
+        ({"n": 2, "best_of": 5}, {"n": 5, "logprobs": 0}),
+        ({"best_of": 128}, {"n": 128, "logprobs": 0}),
         ({"logit_bias": {"5": 100, "0": -1.5}}, {"logit_bias": ((0, -1.5), (5, 100.0))}),
         ({"logit_bias": {str(VOCAB - 1): 1}}, {"logit_bias": ((VOCAB - 1, 1.0),)}),
         ({"stop_token_ids": [7, 5, 7]}, {"stop_token_ids": (7, 5)}),
@@ -411,10 +616,25 @@ def test_unknown_models(tiny_model: ModelInfo, name: str) -> None:
         b'{"tools":' + b"[" * 50_000,
     ],
 )
-def test_bodies_that_are_no_json_object(tiny_model: ModelInfo, data: bytes) -> None:
-    for prepare in (prepare_chat, prepare_completion):
+def test_bodies_that_are_no_json_object(data: bytes) -> None:
+    for decode in (decode_chat, decode_completion):
         with pytest.raises(InvalidRequestError):
-            prepare(data, tiny_model, LIMITS)
+            decode(data)
+
+
+@pytest.mark.parametrize(
+    ("decode", "fields", "param"),
+    [
+        (decode_chat, {}, "messages"),
+        (decode_completion, {}, "prompt"),
+        (decode_chat, {"messages": [], "response_format": {}}, "response_format.type"),
+        (decode_completion, {"prompt": "a", "response_format": {"json_schema": {}}}, "response_format.type"),
+    ],
+)
+def test_what_is_missing_is_named(decode: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(json.dumps(fields).encode())
+    assert (caught.value.param, caught.value.message) == (param, f"{param}: a required field is missing")
 
 
 def test_salts_separate_tenants_and_cache_salts(tiny_model: ModelInfo) -> None:
@@ -422,7 +642,7 @@ def test_salts_separate_tenants_and_cache_salts(tiny_model: ModelInfo) -> None:
     salted = json.dumps({"prompt": "a", "cache_salt": "s"}).encode()
     salts = [
         routed(prepare_completion(body, tiny_model, msgspec.structs.replace(LIMITS, tenant=tenant))).salt
-        for body in (data, salted)
+        for body in map(decode_completion, (data, salted))
         for tenant in (b"", b"tenant-1", b"tenant-2")
     ]
     assert salts[0] == b""
