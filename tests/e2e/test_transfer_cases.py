@@ -1,6 +1,7 @@
 """Known failures of other systems' KV transfer, on workers within this process whose tokens depend on every byte."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from twopool.engine.tickets import TicketWriter
+from twopool.protocol.errors import DeadlineError
 from twopool_testing.in_process import BLOCK_SIZE, InProcessCluster, expected, running
 
 NAMES = ("prefill-0", "decode-0")
@@ -75,6 +78,73 @@ async def test_a_lease_that_ends_before_decode_comes(tmp_path: Path) -> None:
         cluster.workers["decode-0"].faults("confirming=delay:0.8*6")
         await check_all(cluster, prompts(8))
         assert cluster.workers["prefill-0"].host.transfer_stats.kv_reclaimed["lease"] > 0
+
+
+@pytest.mark.parametrize("way", ["handover", "prefix"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+async def test_a_read_that_comes_after_its_blocks_were_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, checked: bool
+) -> None:
+    """PD-04: it brings other requests' KV, and the source says so. Were it not asked, wrong tokens would come out."""
+    if not checked:
+        monkeypatch.setattr(TicketWriter, "still_hold", lambda writer, message: True)
+    names = ("prefill-1", "decode-0", "decode-1")
+    async with running(tmp_path, names, drain_timeout_s=1.0, pin_lease_s=0.2) as cluster:
+        source = cluster.start_worker("prefill-0", num_blocks=2 * BLOCKS + 1, drain_timeout_s=1.0, pin_lease_s=0.2)
+        await cluster.until_linked()
+        ids, *others = prompts(5)
+        asked = ids
+        reader = cluster.workers["decode-0" if way == "handover" else "prefill-1"]
+        if way == "prefix":
+            cluster.use_only("prefill-0", "decode-0")
+            await check_all(cluster, [ids])
+            asked = ids + others[0][:20]
+            cluster.hint_at("prefill-0", LENGTH)
+        cluster.use_only(*(("prefill-0", "decode-0") if way == "handover" else ("prefill-1", "decode-1")))
+        leases = source.host.transfer_stats.kv_reclaimed["lease"]
+        source.faults("giving_up=drop*1")
+        reader.faults("read=late:0.8")
+        answer = asyncio.create_task(cluster.ask(asked, 8))
+        await cluster.until(lambda: source.host.transfer_stats.kv_reclaimed["lease"] > leases, "the lease to end")
+        reader.faults()
+        cluster.hint = None
+        cluster.use_only("prefill-0", "decode-1" if way == "handover" else "decode-0")
+        for other in others:
+            await cluster.ask(other, 8)
+        cluster.use_only(*cluster.workers)
+        right = await answer == expected(asked, 8)
+        assert right == checked
+        assert source.host.transfer_stats.stale_tickets == checked
+        assert reader.host.transfer_stats.kv_failures["stale"] == checked
+        await cluster.until_balanced()
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "ended", "stale"),
+    [
+        ({"prefill-0": "pinned=refuse*1"}, "source", "refused", 0),
+        ({"prefill-0": "confirmed=refuse*1"}, "stale", "stale", 1),
+        ({"decode-0": "fetching=refuse*1"}, "read", "released", 0),
+        ({"decode-0": "fetching=delay:0.8*1"}, "timeout", "released", 0),
+    ],
+    ids=["source gives up", "stale", "read fails", "deadline"],
+)
+async def test_failures_and_ends_of_pins_are_counted_by_kind(
+    tmp_path: Path, faults: dict[str, str], kind: str, ended: str, stale: int
+) -> None:
+    async with pair(tmp_path) as cluster:
+        ids = prompts(1)[0]
+        for name, line in faults.items():
+            cluster.workers[name].faults(line)
+        with contextlib.suppress(DeadlineError):
+            timeout_s = 0.4 if kind == "timeout" else 60.0
+            assert await cluster.ask(ids, 8, request_timeout_s=timeout_s) == expected(ids, 8)
+        source, reader = (cluster.workers[name].host.transfer_stats for name in NAMES)
+        assert reader.kv_failures == {kind: 1}
+        await cluster.until(lambda: source.kv_reclaimed[ended], "the pins to end")
+        assert set(source.kv_reclaimed) <= {ended, "confirmed"} and source.kv_reclaimed[ended] == 1
+        assert source.stale_tickets == stale
+        await cluster.until_balanced()
 
 
 async def test_layouts_that_differ_are_mapped_or_refused(tmp_path: Path) -> None:

@@ -224,14 +224,16 @@ class InProcessCluster:
         for worker in self.dispatcher.workers.workers:
             worker.candidate.breaker = Breaker()
 
-    async def ask(self, prompt_ids: list[int], num_tokens: int, *, timeout_s: float = 5.0) -> list[int]:
+    async def ask(
+        self, prompt_ids: list[int], num_tokens: int, *, timeout_s: float = 5.0, request_timeout_s: float = 60.0
+    ) -> list[int]:
         """The tokens of one greedy request; raises what the router would tell the client."""
         request = RoutedRequest(
             request_id=new_request_id(),
             prompt_ids=np.array(prompt_ids, dtype=np.int32),
             sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=num_tokens),
             salt=b"",
-            timeout_s=60.0,
+            timeout_s=request_timeout_s,
             arrived_s=time.monotonic(),
         )
         sink = RecordingSink(1)
