@@ -65,7 +65,7 @@ class TicketWriter:
         """Whether a reader that read by these tickets read what was meant for it.
 
         They have to be tickets written for this attempt, unchanged (its request, tokens and blocks), and every block
-        they name must still have the content it had then. Asking again gives the same answer until a block is reused.
+        they name must still have the content it had then. Asking again gives the same answer until a block is given up.
         None at all is right for an attempt that was offered nothing, its reader having everything already.
         """
         written = self._digests.get(AttemptKey(message.request_id, message.attempt), set())
