@@ -65,7 +65,7 @@ class FakeReader:
     """A decode worker that listens."""
 
     connection: bytes = b"reader"
-    worker_id: WorkerId = WorkerId("decode-0")
+    worker_id: str = "decode-0"
     is_lost: bool = False
     identity: Any = field(default_factory=lambda: SimpleNamespace(ranks=[SimpleNamespace(geometry=GEOMETRY)]))
     heard: list[msgspec.Struct] = field(default_factory=list)
