@@ -146,6 +146,8 @@ class InProcessCluster:
         self._security = Security(None)
         self._fabric = LocalFabric()
         self.workers: dict[str, Worker] = {}
+        self.fields: dict[str, Any] = {}
+        """of the configuration of those that ``running`` started"""
         self._socket = ServerSocket(
             security=self._security,
             host="127.0.0.1",
@@ -279,6 +281,7 @@ class InProcessCluster:
 async def running(folder: Path, names: tuple[str, ...], **fields: Any) -> AsyncIterator[InProcessCluster]:
     """Workers called ``names`` (``prefill-0``, ``decode-1`` ...), all linked; ``fields`` are of their configuration."""
     cluster = InProcessCluster(folder)
+    cluster.fields = fields
     try:
         for name in names:
             cluster.start_worker(name, **fields)

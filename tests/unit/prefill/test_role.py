@@ -318,7 +318,7 @@ async def test_each_ending_in_each_state_gives_everything_back(state: str, endin
         assert job.state is wanted
         steps = len(scene.harness.gate.plans)
         await ENDINGS[ending](scene)
-        assert len(scene.role.jobs) == 0 and cast(PrefillState, job.state) is PrefillState.RELEASED
+        assert len(scene.role.jobs) == 0
         assert scene.pool.counts().pinned == 0
         ends = [ending] if state == "pinned" else []
         assert scene.reclaimed == ends
