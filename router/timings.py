@@ -117,6 +117,8 @@ class Timeline:
         if handover is not None:
             figures["transfer_ms"] = _ms(handover.transfer_s)
         figures["kv_bytes_moved"] = 0 if handover is None else handover.num_bytes
+        figures["kv_ranges"] = 0 if handover is None else handover.num_ranges
+        figures["kv_posts"] = 0 if handover is None else handover.num_posts
         peer_tokens = 0 if self.prefill is None else self.prefill.peer_tokens
         figures["cached_tokens"] = {
             "prefill": self.num_cached_tokens - peer_tokens,
