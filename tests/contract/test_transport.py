@@ -16,6 +16,7 @@ from twopool.kv_transfer.remote import MAX_POST_RUNS
 from twopool.protocol.errors import KvConversionError, PairRefusedError, TransferError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch
+from twopool_testing.waiting import until
 
 if TYPE_CHECKING:
     from tests.contract.conftest import MakeRequest, World
@@ -351,8 +352,7 @@ async def test_poll_says_whether_a_fetch_is_over(world: World, make_request: Mak
     link = await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
     done = reader.transport.fetch(link, make_request(GEOMETRY, [1], [2]), timeout_s=TIMEOUT_S)
     assert not done.poll()
-    while not done.poll():
-        await asyncio.sleep(0)
+    await until(done.poll)
     assert (await asyncio.wait_for(done.wait(), 0.1)).num_posts == 1
     reader.agent.is_held = True
     cancelled, late = (
@@ -361,8 +361,7 @@ async def test_poll_says_whether_a_fetch_is_over(world: World, make_request: Mak
     )
     cancelled.cancel()
     assert cancelled.poll() and not late.poll()
-    while not late.poll():
-        await asyncio.sleep(0.01)
+    await until(late.poll)
     with pytest.raises(TransferError, match="did not finish"):
         await late.wait()
     reader.agent.is_held = False
