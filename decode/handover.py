@@ -38,7 +38,8 @@ from twopool.protocol.messages import (
 )
 from twopool.protocol.token_hash import HashChain, TokenIds
 
-ACCEPT_TIMEOUT_S = 2.5
+ACCEPT_TIMEOUT_S = 1.9
+"""Like ``CONFIRM_TIMEOUT_S``: longer than a lost source takes to be noticed, so that the loss is what is reported."""
 
 
 class HandoverState(enum.Enum):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from twopool.decode.handover import Handover, SourceBusyError, SourceFailedError
+from twopool.engine.fault_gate import FaultGate
 from twopool.engine.jobs import JobTable
 from twopool.engine.prefix_fetch import PrefixFetch, plan_prefix_fetch
 from twopool.engine.reports import error_info, with_reports
@@ -25,7 +26,6 @@ from twopool.engine.requests import AttemptKey, EngineRequest, LayerProgress, Lo
 from twopool.engine.router_link import RequestMessage
 from twopool.engine.source_links import SourceLink, SourceReply
 from twopool.engine.source_server import Reader, SourceRequest
-from twopool.engine.tickets import tickets_hold
 from twopool.engine.worker import WorkerHost
 from twopool.protocol.errors import ContextLengthError, OverloadedError, PeerLostError, TransferError, TwopoolError
 from twopool.protocol.ids import BlockId, ChoiceIndex, RouterId, WorkerId
@@ -35,7 +35,6 @@ from twopool.protocol.messages import (
     Cancel,
     CancelChoice,
     Confirm,
-    Confirmed,
     ErrorInfo,
     FetchPrefix,
     Generate,
@@ -82,6 +81,7 @@ class DecodeRole:
         self._host = host
         self.jobs: JobTable[DecodeJob] = JobTable()
         self._draining = False
+        self._gate = FaultGate(host.faults)
 
     @property
     def expects_readers(self) -> bool:
@@ -147,11 +147,13 @@ class DecodeRole:
         except OverloadedError:
             self._end_busy(job, self._host.worker_id)
         except SourceFailedError as error:
+            self._host.count_failure("source")
             self._end_failed(job, error.info, blame)
         except PeerLostError as error:
             self._host.on_transfer_failed(prefill, error)
             self._end_failed(job, ErrorInfo(kind="peer_lost", message=error.message, retryable=True), blame)
         except TimeoutError:
+            self._host.count_failure("timeout")
             error_text = "handover did not finish in time"
             self._end_failed(job, ErrorInfo(kind="timeout", message=error_text, retryable=True), blame)
         except TransferError as error:
@@ -274,13 +276,26 @@ class DecodeRole:
                 error = ErrorInfo(kind="internal", message="a decode worker prefills for nobody", retryable=True)
                 reader.send(PrefillFailed(request_id=message.request_id, attempt=message.attempt, error=error))
             case FetchPrefix():
-                self._host.prefixes.on_fetch(reader, message)
+                self._gate.do(
+                    lambda: self._host.prefixes.on_fetch(reader, message),
+                    line=reader,
+                    point="prefix_offering",
+                    refuse=lambda: self._host.prefixes.refuse(reader, message),
+                )
             case Confirm():
-                if not self._host.prefixes.on_confirm(reader, message):
-                    valid = tickets_hold(message.tickets, self._host.pool)
-                    reader.send(Confirmed(request_id=message.request_id, attempt=message.attempt, valid=valid))
+                self._gate.do(
+                    lambda: self._on_confirm(reader, message),
+                    line=reader,
+                    point="confirmed",
+                    refuse=lambda: self._on_confirm(reader, message, refused=True),
+                )
             case ReleasePrefill():
-                self._host.prefixes.on_release(reader, AttemptKey(message.request_id, message.attempt))
+                key = AttemptKey(message.request_id, message.attempt)
+                self._gate.do(lambda: self._host.prefixes.on_release(reader, key), line=reader)
+
+    def _on_confirm(self, reader: Reader, message: Confirm, *, refused: bool = False) -> None:
+        if not self._host.prefixes.on_confirm(reader, message, refused=refused):
+            self._host.confirm(reader, message, refused)
 
     def on_reader_lost(self, reader: Reader) -> None:
         self._host.prefixes.on_reader_lost(reader)
@@ -328,6 +343,7 @@ class DecodeRole:
                 self._send_failed(job.router_id, job.key, error, None)
 
     async def close(self) -> None:
+        self._gate.close()
         tasks = [job.task for job in self.jobs.all() if job.task]
         for job in self.jobs.all():
             self._drop(job)

@@ -37,10 +37,11 @@ from twopool.protocol.token_hash import HashChain, TokenIds
 
 T = TypeVar("T")
 
-CONFIRM_TIMEOUT_S = 2.5
+CONFIRM_TIMEOUT_S = 1.9
+"""Longer than ``sockets.HEARTBEATS`` take to notice a lost source, and less than the 2 s in which memory comes back."""
 CONFIRM_REPEAT_S = 0.5
-FETCH_TIMEOUT_S = 3.0
-SLOWEST_LINK_BYTES_PER_S = 10e6
+FETCH_TIMEOUT_S = 2.0
+SLOWEST_LINK_BYTES_PER_S = 25e6
 """A READ may take ``FETCH_TIMEOUT_S`` and as long as such a link needs for it."""
 
 

@@ -85,6 +85,7 @@ class PrefixFetch(SourceDialog):
         done = False
         try:
             found = await self._ask()
+            await self._faults.reached("prefix_fetching")
             for read in list(self._kv.reads):
                 await self.unless_failed(read)
             if found:
@@ -101,6 +102,16 @@ class PrefixFetch(SourceDialog):
         return blocks
 
     async def _ask(self) -> bool:
+        """Whether the source has it. Raises ``PeerLostError``, ``TransferTimeoutError``."""
+        if await self._faults.reached("prefix_asking"):
+            self._send_question()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await self.unless_failed(self._answered)
+        except TimeoutError:
+            raise TransferTimeoutError(f"{self.link.worker_id} did not answer within {ANSWER_TIMEOUT_S:g} s") from None
+
+    def _send_question(self) -> None:
         start_token = len(self._held) * self._worker.pool.block_size
         sent = self.link.send(
             FetchPrefix(
@@ -115,11 +126,6 @@ class PrefixFetch(SourceDialog):
         )
         if not sent:
             raise PeerLostError(f"{self.link.worker_id} does not take messages")
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await self.unless_failed(self._answered)
-        except TimeoutError:
-            raise TransferTimeoutError(f"{self.link.worker_id} did not answer within {ANSWER_TIMEOUT_S:g} s") from None
 
 
 def plan_prefix_fetch(

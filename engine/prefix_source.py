@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from twopool.engine.outbox import Outbox
 from twopool.engine.requests import AttemptKey
 from twopool.engine.source_server import Reader
-from twopool.engine.tickets import TicketWriter, tickets_hold
+from twopool.engine.tickets import TicketWriter
 from twopool.protocol.ids import BlockId
-from twopool.protocol.messages import Confirm, Confirmed, FetchPrefix, KvReady, PrefixMissing, unpack_ids
+from twopool.protocol.messages import Confirm, FetchPrefix, KvReady, PrefixMissing, unpack_ids
 from twopool.protocol.token_hash import HashChain
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,20 @@ class _Offer:
 
 
 class PrefixSource:
-    """The prefixes pinned for readers. ``on_reclaimed`` is told why each pin ended."""
+    """The prefixes pinned for readers. ``confirm`` (see ``WorkerHost``) answers a reader and says whether its tickets
+    held; ``on_reclaimed`` is told why each pin ended.
+    """
 
-    def __init__(self, writer: TicketWriter, *, lease_s: float, on_reclaimed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        writer: TicketWriter,
+        *,
+        lease_s: float,
+        confirm: Callable[[Reader, Confirm, bool], bool],
+        on_reclaimed: Callable[[str], None],
+    ) -> None:
         self._writer = writer
+        self._confirm = confirm
         self._lease_s = lease_s
         self._on_reclaimed = on_reclaimed
         self._offers: dict[_Id, _Offer] = {}
@@ -48,11 +58,13 @@ class PrefixSource:
         return len(self._offers)
 
     def on_fetch(self, reader: Reader, message: FetchPrefix) -> None:
+        if reader.is_lost:
+            return
         key = AttemptKey(message.request_id, message.attempt)
         self._end((reader.connection, key), "superseded")
         blocks = self._match(reader, message)
         if not blocks:
-            reader.send(PrefixMissing(request_id=key.request_id, attempt=key.attempt))
+            self.refuse(reader, message)
             return
         pool = self._writer.pool
         pool.pin(blocks)
@@ -73,14 +85,17 @@ class PrefixSource:
         else:
             offer.outbox.put_made(lambda: self._writer.ready(ticket, message.verify, reader.identity))
 
-    def on_confirm(self, reader: Reader, message: Confirm) -> bool:
-        """Answer a reader's confirmation; whether it was for one of these prefixes and whether it held is counted."""
+    def refuse(self, reader: Reader, message: FetchPrefix) -> None:
+        """There is nothing to be had."""
+        reader.send(PrefixMissing(request_id=message.request_id, attempt=message.attempt))
+
+    def on_confirm(self, reader: Reader, message: Confirm, *, refused: bool = False) -> bool:
+        """Answer a reader's confirmation if it is for one of these prefixes; whether it is."""
         key = AttemptKey(message.request_id, message.attempt)
         if (reader.connection, key) not in self._offers:
             return False
-        valid = tickets_hold(message.tickets, self._writer.pool)
-        reader.send(Confirmed(request_id=key.request_id, attempt=key.attempt, valid=valid))
-        self._end((reader.connection, key), "confirmed")
+        held = self._confirm(reader, message, refused)
+        self._end((reader.connection, key), "confirmed" if held else "stale")
         return True
 
     def on_release(self, reader: Reader, key: AttemptKey) -> None:

@@ -2,7 +2,7 @@
 
 The router names the sources; for each, one ``SourceLink`` connects, shakes hands, reads the canary, then is *ready*::
 
-    CONNECTING ──connected──► HELLO ──welcome──► CANARY ──bytes right──► READY
+    CONNECTING ──connected──► HELLO ──welcome──► CANARY ──bytes right──► READY ──now and then: bytes right──► READY
         ▲                       │                  │                       │
         └──────────────── lost, refused, deadline, wrong bytes ◄───────────┘
 
@@ -50,6 +50,10 @@ HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.3
 REFUSED_RETRY_S = 5.0
 """Until the next try after a refusal that will most likely be repeated."""
+CANARY_EVERY_S = 60.0
+"""A ready link's canary is read again so often: what the handshake proved may have ceased to be so."""
+CANARY_FRESH_S = 2.0
+"""When a worker joins, canaries that were read longer ago are read again. Many join at once where a cluster starts."""
 
 SourceReply = PrefillAccepted | PrefillBusy | PrefillFailed | KvReady | FirstTokens | PrefixMissing | Confirmed
 
@@ -131,7 +135,11 @@ class SourceLinks:
         wanted = {PeerRef(p.worker_id, p.epoch): p for peers in self._listed.values() for p in peers}
         for ref in set(self._tasks) - set(wanted):
             self._tasks.pop(ref).cancel()
-        for ref in set(wanted) - set(self._tasks):
+        new = set(wanted) - set(self._tasks)
+        if new:
+            for link in self._links.values():
+                link.look_again()
+        for ref in new:
             link = self._links[ref] = SourceLink(ref, wanted[ref].address, self)
             self._tasks[ref] = self._group.create_task(self._keep(link))
 
@@ -157,6 +165,7 @@ class SourceLink:
         self._connected: asyncio.Future[None]
         self._welcome: asyncio.Future[PeerIdentity]
         self._lost: asyncio.Future[None]
+        self._look_again = asyncio.Event()
         self._retry_s = RETRY_S
         self._reported = ""
 
@@ -171,6 +180,11 @@ class SourceLink:
         """Read nothing from this source for ``seconds``: what came from it was not what it has."""
         self._retry_s = seconds
         _resolve(self._lost, None)
+
+    def look_again(self) -> None:
+        """Read the canary anew soon, unless that was done just now."""
+        if time.monotonic() - self.canary_read_s > CANARY_FRESH_S:
+            self._look_again.set()
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
@@ -203,16 +217,33 @@ class SourceLink:
         identity = await self._unless_lost(self._welcome, HANDSHAKE_TIMEOUT_S)
         if PeerRef(identity.worker_id, identity.epoch) != self.ref:
             raise ProtocolError(f"{self._address} is {identity.worker_id} of another epoch, not {self.ref.worker_id}")
-        connecting = asyncio.ensure_future(self._owner.transport.connect(identity, timeout_s=HANDSHAKE_TIMEOUT_S))
-        kv_link = await self._unless_lost(connecting, HANDSHAKE_TIMEOUT_S + 1)
+        kv_link = await self._read_canary(identity)
         self.block_size = identity.ranks[0].geometry.block_size
-        self.canary_read_s = time.monotonic()
         self.kv_link = kv_link
         self._reported = ""
         logger.info("ready to read from source", extra={"worker_id": self.worker_id})
         self._owner.on_ready_change()
-        # The transport may find the source lost, or a READ from it failed, although the control connection stands.
-        await asyncio.wait([self._lost, kv_link.closed], return_when=asyncio.FIRST_COMPLETED)
+        while await self._is_time_to_look_again(kv_link):
+            kv_link = self.kv_link = await self._read_canary(identity)
+
+    async def _read_canary(self, identity: PeerIdentity) -> PeerLink:
+        """Open the link, or look at the one that is open, and read the canary over it."""
+        connecting = asyncio.ensure_future(self._owner.transport.connect(identity, timeout_s=HANDSHAKE_TIMEOUT_S))
+        kv_link = await self._unless_lost(connecting, HANDSHAKE_TIMEOUT_S + 1)
+        self.canary_read_s = time.monotonic()
+        self._look_again.clear()
+        return kv_link
+
+    async def _is_time_to_look_again(self, kv_link: PeerLink) -> bool:
+        """Waits until it is, or the link is over."""
+        asked = asyncio.ensure_future(self._look_again.wait())
+        try:
+            # The transport may find the source lost, or a READ from it failed, although the control connection stands.
+            over: list[asyncio.Future[Any]] = [self._lost, kv_link.closed]
+            await asyncio.wait([*over, asked], timeout=CANARY_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            return not any(future.done() for future in over)
+        finally:
+            asked.cancel()
 
     async def _unless_lost(self, future: "asyncio.Future[T]", timeout_s: float) -> T:
         """The result of ``future``; raises ``ConnectionError`` when the connection goes first."""

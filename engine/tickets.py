@@ -1,6 +1,8 @@
 """Tickets on the source's side: writing them, and answering after the read whether they still hold."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -9,18 +11,24 @@ from twopool.engine.block_pool import BlockPool
 from twopool.engine.requests import AttemptKey
 from twopool.kv_transfer.checksums import ChecksumRequest, units_to_check
 from twopool.kv_transfer.interface import KvTransport
+from twopool.protocol.codec import encode
 from twopool.protocol.ids import BlockId
-from twopool.protocol.messages import KvReady, KvVerify, PeerIdentity, Ticket, pack_ids, unpack_ids
+from twopool.protocol.messages import Confirm, KvReady, KvVerify, PeerIdentity, Ticket, pack_ids, unpack_ids
 from twopool.protocol.token_hash import HashChain, TokenIds
+
+MAX_REMEMBERED_ATTEMPTS = 8192
+"""Far more than are open at a time. A reader whose tickets were forgotten is told that they do not hold."""
 
 
 class TicketWriter:
-    """Writes tickets for the blocks of one worker, whose KV ``transport`` offers."""
+    """Writes tickets for the blocks of one worker, whose KV ``transport`` offers, and remembers which it wrote."""
 
     def __init__(self, pool: BlockPool, transport: KvTransport, *, num_layers: int) -> None:
         self.pool = pool
         self.num_layers = num_layers
         self._transport = transport
+        self._digests: OrderedDict[AttemptKey, set[bytes]] = OrderedDict()
+        """of the tickets written for each attempt, the latest attempts last"""
 
     def edge(self, reader: PeerIdentity) -> int:
         """Tokens between the points at which a block of either side ends: tickets end there, but for the last."""
@@ -38,7 +46,7 @@ class TicketWriter:
     ) -> Ticket:
         """The ticket for tokens [start, end) and layers [start, end); ``block_table`` holds the ids from 0 on."""
         blocks = block_table[tokens[0] // self.pool.block_size : -(-tokens[1] // self.pool.block_size)]
-        return Ticket(
+        ticket = Ticket(
             request_id=key.request_id,
             attempt=key.attempt,
             source_epoch=self.pool.epoch,
@@ -50,6 +58,20 @@ class TicketWriter:
             generations=self.pool.generations(blocks).astype("<i8", copy=False).tobytes(),
             token_hash=chain.at(tokens[1], token_ids),
         )
+        self._remember(key, ticket)
+        return ticket
+
+    def still_hold(self, message: Confirm) -> bool:
+        """Whether a reader that read by these tickets read what was meant for it.
+
+        They have to be tickets written for this attempt, unchanged (its request, tokens and blocks), and every block
+        they name must still have the content it had then. Asking again gives the same answer until a block is given up.
+        None at all is right for an attempt that was offered nothing, its reader having everything already.
+        """
+        written = self._digests.get(AttemptKey(message.request_id, message.attempt), set())
+        if not message.tickets:
+            return not written
+        return all(_digest(ticket) in written and _holds(ticket, self.pool) for ticket in message.tickets)
 
     async def ready(self, ticket: Ticket, mode: KvVerify, reader: PeerIdentity) -> KvReady:
         """The message that offers ``ticket``, with the checksums ``mode`` asks for. Raises ``TransferError``."""
@@ -68,6 +90,12 @@ class TicketWriter:
         checksums = sums.astype("<u8", copy=False).tobytes()
         return KvReady(msgspec.structs.replace(ticket, checked=pack_ids(units), checksums=checksums))
 
+    def _remember(self, key: AttemptKey, ticket: Ticket) -> None:
+        self._digests.setdefault(key, set()).add(_digest(ticket))
+        self._digests.move_to_end(key)
+        if len(self._digests) > MAX_REMEMBERED_ATTEMPTS:
+            self._digests.popitem(last=False)
+
 
 def num_units(ticket: Ticket, unit_tokens: int) -> int:
     """Checksum units that overlap a ticket's tokens."""
@@ -79,12 +107,10 @@ def ticket_generations(ticket: Ticket) -> np.ndarray[tuple[int], np.dtype[np.int
     return np.frombuffer(ticket.generations, dtype="<i8")
 
 
-def tickets_hold(tickets: Iterable[Ticket], pool: BlockPool) -> bool:
-    """Whether every block the tickets name still has the content it had when they were written.
-
-    A ticket of another epoch, with ids outside the pool or of unequal lengths does not hold.
-    """
-    return all(_holds(ticket, pool) for ticket in tickets)
+def _digest(ticket: Ticket) -> bytes:
+    """Of all that a ticket says but its checksums, which are added to some later."""
+    bare = msgspec.structs.replace(ticket, checked=b"", checksums=b"")
+    return hashlib.blake2b(encode(bare), digest_size=16).digest()
 
 
 def _holds(ticket: Ticket, pool: BlockPool) -> bool:

@@ -31,7 +31,7 @@ from twopool.engine.requests import LayerProgress, StepOutput
 from twopool.engine.router_link import RouterHandler, RouterLinks
 from twopool.engine.scheduler import SchedulerConfig
 from twopool.engine.source_links import ReaderHandler, SourceLinks
-from twopool.engine.source_server import SourceHandler, SourceServer
+from twopool.engine.source_server import Reader, SourceHandler, SourceServer
 from twopool.engine.step import FollowUp, StepExecutor, StepPlan, StepResult, ThreadExecutor
 from twopool.engine.tickets import TicketWriter
 from twopool.engine.tp_group import TpGroup
@@ -47,6 +47,8 @@ from twopool.protocol.ids import WorkerId, new_epoch, new_worker_id
 from twopool.protocol.logs import setup_logging
 from twopool.protocol.messages import (
     PROTOCOL_VERSION,
+    Confirm,
+    Confirmed,
     Draining,
     HandoverReport,
     Heartbeat,
@@ -180,7 +182,9 @@ class WorkerHost:
             layer_marks=layer_marks(model.geometry.num_layers, config.kv_layer_groups),
         )
         self.tickets = TicketWriter(self.pool, self.transport, num_layers=model.geometry.num_layers)
-        self.prefixes = PrefixSource(self.tickets, lease_s=config.pin_lease_s, on_reclaimed=self.on_reclaimed)
+        self.prefixes = PrefixSource(
+            self.tickets, lease_s=config.pin_lease_s, confirm=self.confirm, on_reclaimed=self.on_reclaimed
+        )
         self.kv_memory = KvMemory(
             pool=self.pool,
             ranks=tuple(rank.geometry for rank in self.transport.describe()),
@@ -270,18 +274,32 @@ class WorkerHost:
         self.transfer_stats.kv_reclaimed[reason] += 1
         self.update_expected_readers()
 
+    def confirm(self, reader: Reader, message: Confirm, refused: bool = False) -> bool:
+        """Tell a reader whether its tickets hold, which is also returned; those that do not are counted."""
+        held = not refused and self.tickets.still_hold(message)
+        if not held:
+            self.transfer_stats.stale_tickets += 1
+            extra = {"request_id": message.request_id, "attempt": message.attempt}
+            logger.error("stale tickets of %s", reader.worker_id, extra=extra)
+        reader.send(Confirmed(request_id=message.request_id, attempt=message.attempt, valid=held))
+        return held
+
     def on_handed_over(self, report: HandoverReport) -> None:
         self.transfer_stats.kv_hidden_s += report.hidden_s
         self.transfer_stats.kv_exposed_s += report.exposed_s
 
     def on_transfer_failed(self, source: PeerRef | None, error: TransferError) -> None:
         """Count a failed transfer; a source whose bytes were wrong is not read from for a while."""
-        self.transfer_stats.kv_failures[error.kind] += 1
+        self.count_failure(error.kind)
         logger.warning("KV transfer failed (%s): %s", error.kind, error.message)
         if isinstance(error, CorruptKvError) and source is not None:
             seconds = self.config.kv_quarantine_s
             logger.error("not reading from %s for %g s: its bytes arrived changed", source.worker_id, seconds)
             self.sources.quarantine(source, seconds)
+
+    def count_failure(self, kind: str) -> None:
+        """A transfer did not succeed: ``kind`` as in ``TransferError.kind``, or ``source`` where the source gave up."""
+        self.transfer_stats.kv_failures[kind] += 1
 
     def _on_layers(self, layer_end: int) -> None:
         """Called on the compute thread; what it means is looked up on the loop, in order with the step's end."""

@@ -31,6 +31,9 @@ class Fetch:
         self._on_abandon = on_abandon
         self._on_over = on_over
 
+    def poll(self) -> bool:
+        return self._result.done()
+
     async def wait(self) -> FetchReport:
         result = await asyncio.shield(self._result)
         if isinstance(result, TransferError):

@@ -280,6 +280,9 @@ class _GroupFetch:
         self._result: asyncio.Future[FetchReport | TransferError] = loop.create_future()
         self._following = asyncio.ensure_future(self._follow())
 
+    def poll(self) -> bool:
+        return self._result.done()
+
     async def wait(self) -> FetchReport:
         result = await asyncio.shield(self._result)
         if isinstance(result, TransferError):

@@ -84,6 +84,10 @@ class FetchHandle(Protocol):
     settled: asyncio.Future[None]
     """Done (never with an exception) when the destination can no longer be written."""
 
+    def poll(self) -> bool:
+        """Whether the fetch is over, whatever became of it: ``wait`` would not wait. Never waits itself."""
+        ...
+
     async def wait(self) -> FetchReport:
         """The report once all bytes have landed.
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from twopool.engine.fault_gate import FaultGate
 from twopool.engine.jobs import JobTable
 from twopool.engine.prefix_fetch import PrefixFetch, plan_prefix_fetch
 from twopool.engine.reports import error_info, with_reports
@@ -24,9 +25,7 @@ from twopool.engine.requests import (
 from twopool.engine.router_link import RequestMessage
 from twopool.engine.source_links import SourceReply
 from twopool.engine.source_server import Reader, SourceRequest
-from twopool.engine.tickets import tickets_hold
 from twopool.engine.worker import WorkerHost
-from twopool.prefill.fault_gate import FaultGate
 from twopool.prefill.job import PrefillJob, PrefillState
 from twopool.protocol.errors import InvalidRequestError, OverloadedError, PeerLostError, TwopoolError
 from twopool.protocol.ids import BlockId, RouterId
@@ -34,7 +33,6 @@ from twopool.protocol.messages import (
     AttemptFailed,
     ChoiceState,
     Confirm,
-    Confirmed,
     ErrorInfo,
     FetchPrefix,
     FirstTokens,
@@ -87,13 +85,18 @@ class PrefillRole:
                     refuse=lambda: self._refuse(reader, key, OverloadedError("refused on purpose")),
                 )
             case FetchPrefix():
-                self._gate.do(lambda: self._host.prefixes.on_fetch(reader, message), line=reader)
+                self._gate.do(
+                    lambda: self._host.prefixes.on_fetch(reader, message),
+                    line=reader,
+                    point="prefix_offering",
+                    refuse=lambda: self._host.prefixes.refuse(reader, message),
+                )
             case Confirm():
                 self._gate.do(
                     lambda: self._on_confirm(reader, message),
                     line=reader,
                     point="confirmed",
-                    refuse=lambda: self._answer(reader, message, valid=False),
+                    refuse=lambda: self._on_confirm(reader, message, refused=True),
                 )
             case ReleasePrefill():
                 self._gate.do(lambda: self._on_release(reader, key), line=reader)
@@ -171,17 +174,11 @@ class PrefillRole:
         logger.warning("refused a prefill: %s", error, extra=_fields(key))
         reader.send(PrefillFailed(request_id=key.request_id, attempt=key.attempt, error=error_info(error)))
 
-    def _on_confirm(self, reader: Reader, message: Confirm) -> None:
-        if self._host.prefixes.on_confirm(reader, message):
+    def _on_confirm(self, reader: Reader, message: Confirm, *, refused: bool = False) -> None:
+        if self._host.prefixes.on_confirm(reader, message, refused=refused):
             return
-        self._answer(reader, message, valid=tickets_hold(message.tickets, self._host.pool))
-
-    def _answer(self, reader: Reader, message: Confirm, *, valid: bool) -> None:
-        if not valid:
-            self._host.transfer_stats.stale_tickets += 1
-            logger.error("stale tickets", extra=_fields(AttemptKey(message.request_id, message.attempt)))
-        reader.send(Confirmed(request_id=message.request_id, attempt=message.attempt, valid=valid))
-        self._release_of(reader, AttemptKey(message.request_id, message.attempt), "confirmed")
+        held = self._host.confirm(reader, message, refused)
+        self._release_of(reader, AttemptKey(message.request_id, message.attempt), "confirmed" if held else "stale")
 
     # --- from the engine ---
 
@@ -327,7 +324,8 @@ class PrefillRole:
 
     def _give_up(self, job: PrefillJob, reason: str, message: str) -> None:
         error = ErrorInfo(kind="timeout", message=message, retryable=reason != "deadline")
-        job.reader.send(PrefillFailed(request_id=job.key.request_id, attempt=job.key.attempt, error=error))
+        failed = PrefillFailed(request_id=job.key.request_id, attempt=job.key.attempt, error=error)
+        self._gate.do(lambda: job.reader.send(failed), line=job, point="giving_up")
         self._release(job.key, reason)
 
     def _release_of(self, reader: Reader, key: AttemptKey, reason: str = "released") -> None:

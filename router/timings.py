@@ -153,6 +153,8 @@ class Timeline:
         figures["ttft_ms"] = None
         figures |= {f"{name}_ms": _ms(value) for name, value in totals.items()}
         figures["kv_bytes_moved"] = self.num_bytes_moved
+        figures["kv_ranges"] = 0 if self.handover is None else self.handover.num_ranges
+        figures["kv_posts"] = 0 if self.handover is None else self.handover.num_posts
         figures["cached_tokens"] = self.cached_by_source()
         if grant is not None:
             figures["attempts"] = grant.attempt + 1

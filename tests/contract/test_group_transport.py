@@ -199,9 +199,10 @@ async def test_a_fetch_is_over_when_all_ranks_are(world: World, slow_rank: int) 
     handle = reader.transport.fetch(link, request(reader, source, 0, 64), timeout_s=TIMEOUT_S)
     waiting = asyncio.ensure_future(handle.wait())
     await asyncio.sleep(0.1)
-    assert not waiting.done() and not handle.settled.done()
+    assert not waiting.done() and not handle.settled.done() and not handle.poll()
     slow.is_held = False
     assert (await waiting).num_bytes == 4 * GEOMETRY.block_bytes
+    assert handle.poll()
     await handle.settled
 
 

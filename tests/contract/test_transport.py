@@ -16,6 +16,7 @@ from twopool.kv_transfer.remote import MAX_POST_RUNS
 from twopool.protocol.errors import KvConversionError, PairRefusedError, TransferError
 from twopool.protocol.geometry import KvGeometry
 from twopool.protocol.ids import Epoch
+from twopool_testing.waiting import until
 
 if TYPE_CHECKING:
     from tests.contract.conftest import MakeRequest, World
@@ -359,6 +360,7 @@ async def test_cancelled_waiter_cancels_no_fetch(world: World, make_request: Mak
     link = await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
     reader.agent.is_held = True
     handle = reader.transport.fetch(link, make_request(GEOMETRY, [1], [2]), timeout_s=TIMEOUT_S)
+    assert not handle.poll()
     gone, stays = asyncio.create_task(handle.wait()), asyncio.create_task(handle.wait())
     await asyncio.sleep(0.01)
     gone.cancel()
@@ -366,6 +368,29 @@ async def test_cancelled_waiter_cancels_no_fetch(world: World, make_request: Mak
         await gone
     reader.agent.is_held = False
     assert (await stays).num_bytes == GEOMETRY.block_bytes
+    assert handle.poll()
+
+
+async def test_poll_says_whether_a_fetch_is_over(world: World, make_request: MakeRequest) -> None:
+    """Done, cancelled or failed, and never anything else first."""
+    source, reader = world.rank("p", GEOMETRY), world.rank("d", GEOMETRY)
+    link = await reader.transport.connect(source.identity(), timeout_s=TIMEOUT_S)
+    done = reader.transport.fetch(link, make_request(GEOMETRY, [1], [2]), timeout_s=TIMEOUT_S)
+    assert not done.poll()
+    await until(done.poll)
+    assert (await asyncio.wait_for(done.wait(), 0.1)).num_posts == 1
+    reader.agent.is_held = True
+    cancelled, late = (
+        reader.transport.fetch(link, make_request(GEOMETRY, [3], [4 + at]), timeout_s=TIMEOUT_S if at else 0.1)
+        for at in (1, 0)
+    )
+    cancelled.cancel()
+    assert cancelled.poll() and not late.poll()
+    await until(late.poll)
+    with pytest.raises(TransferError, match="did not finish"):
+        await late.wait()
+    reader.agent.is_held = False
+    assert cancelled.poll() and late.poll()
 
 
 async def test_handshake_that_is_not_answered_ends_at_its_deadline(world: World, make_request: MakeRequest) -> None:

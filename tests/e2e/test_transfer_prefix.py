@@ -19,13 +19,32 @@ def prompt(seed: int, length: int = PREFIX) -> list[int]:
     return random.Random(seed).choices(range(3, 200), k=length)
 
 
+MESSAGE_FAULTS = ("delay:0.2", "drop", "refuse")
+READ_FAULTS = ("delay:0.2", "drop:0.3", "corrupt", "late:0.2", "partial", "refuse")
+# Where a fault may happen on the way of a prefix, at its reader or its source, and which make sense there.
+POINTS = {
+    "reader prefix_asking": MESSAGE_FAULTS,
+    "reader prefix_fetching": ("delay:0.2", "refuse"),
+    "reader read": READ_FAULTS,
+    "reader confirming": MESSAGE_FAULTS,
+    "source prefix_offering": MESSAGE_FAULTS,
+    "source confirmed": MESSAGE_FAULTS,
+}
+
+
 @pytest.fixture(params=["local", "same-host"])
 async def cluster(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[InProcessCluster]:
     monkeypatch.setenv("UCX_TLS", "all")  # restored afterwards, whatever an agent sets
-    transport = "local" if request.param == "local" else "nixl"
-    async with running(tmp_path, NAMES, kv_transport=transport, kv_verify="all", drain_timeout_s=1.0) as cluster:
+    fields = {
+        "kv_transport": "local" if request.param == "local" else "nixl",
+        "kv_same_host": "map" if request.param == "mapped" else "nixl",
+        "ucx_tls": "tcp" if request.param == "tcp" else None,
+        "kv_verify": "all",
+        "kv_quarantine_s": 0.2,
+    }
+    async with running(tmp_path, NAMES, **fields, drain_timeout_s=1.0) as cluster:
         yield cluster
 
 
@@ -61,6 +80,51 @@ async def test_a_prefix_comes_from_whoever_has_it(cluster: InProcessCluster, rou
     assert host.transfer_stats.kv_verified_bytes > 0
     assert cluster.workers[source].host.transfer_stats.kv_reclaimed["confirmed"] >= 1
     await cluster.until_balanced()
+
+
+async def check_faults(cluster: InProcessCluster, route: str, seed: int) -> None:
+    """Each fault in turn: the answer is right though the prefix may not come, blocks balance, the next one comes."""
+    first, second, source, reader = ROUTES[route]
+    for number, (place, fault) in enumerate((place, fault) for place, faults in POINTS.items() for fault in faults):
+        side, point = place.split()
+        victim = cluster.workers[reader if side == "reader" else source]
+        stats = cluster.workers[reader].host.transfer_stats
+        for faults in ((f"{point}={fault}*1",), ()):
+            await cluster.until_linked()
+            cluster.forgive()
+            ids = prompt(1000 * seed + 2 * number + len(faults))
+            cluster.use_only(*first)
+            cluster.hint = None
+            assert await cluster.ask(ids, 4) == expected(ids, 4)
+            cluster.use_only(*second)
+            cluster.hint_at(source, PREFIX)
+            before = stats.kv_prefix_tokens
+            victim.faults(*faults)
+            longer = [*ids, *prompt(number, 30)]
+            assert await cluster.ask(longer, 4) == expected(longer, 4), f"{route}: {place}={fault}"
+            if faults:
+                assert victim.host.faults.num_happened, f"{place}={fault} did not happen"
+            else:
+                assert stats.kv_prefix_tokens == before + PREFIX, f"after {place}={fault}"
+            await cluster.until_balanced()
+
+
+@pytest.mark.parametrize("cluster", ["local"], indirect=True)
+@pytest.mark.parametrize("route", ["prefill from prefill", "decode from decode"])
+async def test_each_fault_of_a_prefix_fetch(cluster: InProcessCluster, route: str) -> None:
+    """PD-02, PD-03, PD-11."""
+    await check_faults(cluster, route, seed=1)
+    reader = cluster.workers[ROUTES[route][3]].host.transfer_stats
+    assert reader.kv_failures.keys() >= {"timeout", "read", "corrupt", "stale"}
+    assert cluster.workers[ROUTES[route][2]].host.transfer_stats.stale_tickets == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cluster", ["mapped", "same-host", "tcp"], indirect=True)
+@pytest.mark.parametrize("route", ROUTES)
+async def test_each_fault_of_a_prefix_fetch_over_nixl(cluster: InProcessCluster, route: str) -> None:
+    await check_faults(cluster, route, seed=2)
 
 
 @pytest.mark.parametrize("cluster", ["local"], indirect=True)

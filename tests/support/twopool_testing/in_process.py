@@ -146,6 +146,8 @@ class InProcessCluster:
         self._security = Security(None)
         self._fabric = LocalFabric()
         self.workers: dict[str, Worker] = {}
+        self.fields: dict[str, Any] = {}
+        """of the configuration of those that ``running`` started"""
         self._socket = ServerSocket(
             security=self._security,
             host="127.0.0.1",
@@ -224,14 +226,16 @@ class InProcessCluster:
         for worker in self.dispatcher.workers.workers:
             worker.candidate.breaker = Breaker()
 
-    async def ask(self, prompt_ids: list[int], num_tokens: int, *, timeout_s: float = 5.0) -> list[int]:
+    async def ask(
+        self, prompt_ids: list[int], num_tokens: int, *, timeout_s: float = 5.0, request_timeout_s: float = 60.0
+    ) -> list[int]:
         """The tokens of one greedy request; raises what the router would tell the client."""
         request = RoutedRequest(
             request_id=new_request_id(),
             prompt_ids=np.array(prompt_ids, dtype=np.int32),
             sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=num_tokens),
             salt=b"",
-            timeout_s=60.0,
+            timeout_s=request_timeout_s,
             arrived_s=time.monotonic(),
         )
         sink = RecordingSink(1)
@@ -277,6 +281,7 @@ class InProcessCluster:
 async def running(folder: Path, names: tuple[str, ...], **fields: Any) -> AsyncIterator[InProcessCluster]:
     """Workers called ``names`` (``prefill-0``, ``decode-1`` ...), all linked; ``fields`` are of their configuration."""
     cluster = InProcessCluster(folder)
+    cluster.fields = fields
     try:
         for name in names:
             cluster.start_worker(name, **fields)

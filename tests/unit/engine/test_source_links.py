@@ -15,8 +15,16 @@ from twopool.kv_transfer.layout import plan_layout
 from twopool.protocol.codec import encode, reader_to_source_decoder
 from twopool.protocol.errors import TransferError
 from twopool.protocol.geometry import KvGeometry
-from twopool.protocol.ids import Epoch, RouterId, WorkerId
-from twopool.protocol.messages import PeerHello, PeerIdentity, PeerInfo, PeerRef, PeerRefused, RankPool
+from twopool.protocol.ids import Attempt, Epoch, RequestId, RouterId, WorkerId
+from twopool.protocol.messages import (
+    PeerHello,
+    PeerIdentity,
+    PeerInfo,
+    PeerRef,
+    PeerRefused,
+    RankPool,
+    ReleasePrefill,
+)
 from twopool.protocol.security import Security
 from twopool.protocol.sockets import ServerSocket
 from twopool_testing.waiting import until
@@ -26,6 +34,7 @@ GEOMETRY = KvGeometry(
 )
 HASH = "h"
 NEVER_S = 1000.0
+RELEASE = ReleasePrefill(request_id=RequestId("r"), attempt=Attempt(0))
 
 
 def identity(name: str, **geometry: Any) -> PeerIdentity:
@@ -40,6 +49,7 @@ class FakeSource:
         self.num_hellos = 0
         self.compatibility_hash = HASH
         self.refusal: str | None = None
+        self.garbage: bytes | None = None
         self.identity = identity("prefill-0")
         self._decoder = reader_to_source_decoder()
         self._socket = ServerSocket(
@@ -52,7 +62,9 @@ class FakeSource:
     def _on_message(self, connection: bytes, payload: bytes) -> None:
         assert isinstance(self._decoder.decode(payload), PeerHello)
         self.num_hellos += 1
-        if self.refusal is not None:
+        if self.garbage is not None:
+            self._socket.send(connection, self.garbage)
+        elif self.refusal is not None:
             self._socket.send(connection, encode(PeerRefused(self.refusal)))
         else:
             self._socket.send(connection, encode(handshake.welcome(self.compatibility_hash, self.identity)))
@@ -70,11 +82,18 @@ class FakeTransport:
     def __init__(self) -> None:
         self.failure: TransferError | None = None
         self.links: list[FakeLink] = []
+        self.num_canaries = 0
 
     async def connect(self, peer: PeerIdentity, *, timeout_s: float) -> FakeLink:
+        open_links = [link for link in self.links if link.peer == peer and not link.closed.done()]
         if self.failure is not None:
+            for link in open_links:
+                self.disconnect(link)
             raise self.failure
         plan_layout(GEOMETRY, [pool.geometry for pool in peer.ranks])
+        self.num_canaries += 1
+        if open_links:
+            return open_links[0]
         self.links.append(FakeLink(peer))
         return self.links[-1]
 
@@ -217,3 +236,71 @@ async def test_a_link_the_transport_finds_lost_is_made_anew_though_nothing_reads
     assert setup.handler.lost == [PeerRef(WorkerId("prefill-0"), Epoch(1))]
     await until(setup.links.ready)
     assert len(setup.transport.links) == 2 and not setup.transport.links[1].closed.done()
+
+
+async def test_the_canary_is_read_again_now_and_then(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_links, "CANARY_EVERY_S", 0.05)
+    assert setup.links.canary_age_s is None
+    setup.begin()
+    await until(setup.links.ready)
+    first = setup.transport.links[0]
+    await until(lambda: setup.transport.num_canaries >= 3)
+    age_s = setup.links.canary_age_s
+    assert age_s is not None and 0 <= age_s < 5
+    assert setup.transport.links == [first] and not setup.handler.lost
+
+
+async def test_the_canary_is_read_again_when_a_worker_joins(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_links, "CANARY_FRESH_S", 0.05)
+    setup.begin()
+    await until(setup.links.ready)
+    await asyncio.sleep(0.1)
+    age_s = setup.links.canary_age_s
+    assert age_s is not None and age_s >= 0.1 and setup.transport.num_canaries == 1
+    nobody = PeerInfo(worker_id=WorkerId("prefill-1"), role="prefill", epoch=Epoch(2), address="tcp://127.0.0.1:1")
+    setup.links.listed(RouterId("router"), (setup.source.info, nobody))
+    await until(lambda: setup.transport.num_canaries == 2)
+    age_s = setup.links.canary_age_s
+    assert age_s is not None and age_s < 0.1
+    setup.links.listed(RouterId("router"), (setup.source.info,))
+    await asyncio.sleep(0.1)
+    assert setup.transport.num_canaries == 2, "who leaves changes nothing"
+
+
+async def test_of_many_that_join_at_once_the_first_has_canaries_read(setup: Setup) -> None:
+    setup.begin()
+    await until(setup.links.ready)
+    joined = replace(setup.source.info, worker_id=WorkerId("prefill-1"), address="tcp://127.0.0.1:1")
+    setup.links.listed(RouterId("router"), (setup.source.info, joined))
+    await asyncio.sleep(0.05)
+    assert setup.transport.num_canaries == 1
+
+
+async def test_a_canary_that_became_wrong_ends_the_link(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(source_links, "RETRY_S", 0.02)
+    monkeypatch.setattr(source_links, "CANARY_EVERY_S", 0.05)
+    setup.begin()
+    await until(setup.links.ready)
+    setup.transport.failure = TransferError("the canary is wrong")
+    await until(lambda: setup.handler.lost)
+    assert not setup.links.ready() and setup.links.canary_age_s is None
+    await until(lambda: setup.links.num_refused)
+    setup.transport.failure = None
+    await until(setup.links.ready)
+    assert len(setup.transport.links) == 2
+    assert sorted(warnings(caplog)[:2]) == ["lost source", "no link to source: the canary is wrong"]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", encode(PeerRefused("why"))[:-1], encode(RELEASE)], ids=repr)
+async def test_a_source_that_answers_garbage_is_refused(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, payload: bytes
+) -> None:
+    monkeypatch.setattr(source_links, "REFUSED_RETRY_S", 0.02)
+    setup.source.garbage = payload
+    setup.begin()
+    await until(lambda: setup.links.num_refused >= 2)
+    assert setup.links.num_rejected_messages >= 2 and not setup.links.ready()
+    setup.source.garbage = None
+    await until(setup.links.ready)

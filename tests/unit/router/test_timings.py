@@ -36,7 +36,7 @@ def timeline(**stamps: Any) -> Timeline:
         ),
         "prefill": PrefillReport(worker_id=WorkerId("p"), cached_tokens=3, peer_tokens=2, queue_s=0.25, compute_s=1.0),
         "handover": HandoverReport(
-            num_bytes=7, num_ranges=1, num_posts=1, transfer_s=0.3, exposed_s=0.1, hidden_s=0.2, held_tokens=16
+            num_bytes=7, num_ranges=5, num_posts=2, transfer_s=0.3, exposed_s=0.1, hidden_s=0.2, held_tokens=16
         ),
         "first_s": 105.0,
         "written_s": 105.5,
@@ -106,6 +106,7 @@ def test_a_later_attempt_changes_the_workers_and_not_the_first_token() -> None:
     assert (figures["attempts"], figures["decode_worker"], figures["prefill_worker"]) == (2, "d2", "d2")
     assert figures["prefill_ms"] == 1000.0
     assert figures["ttft_ms"] == 5500.0
+    assert (figures["kv_ranges"], figures["kv_posts"]) == (5, 2)
     assert (figures["kv_bytes_moved"], figures["cached_tokens"]) == (7, {"prefill": 1, "peer": 2, "decode": 16})
 
 

@@ -1,4 +1,4 @@
-"""Where tests make a prefill worker's faults happen; without them everything passes at once."""
+"""Where tests make a source's faults happen; without them everything passes at once."""
 
 import asyncio
 from collections.abc import Callable
