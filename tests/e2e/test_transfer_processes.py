@@ -84,6 +84,39 @@ def test_rounds_of_workers_that_stop_or_die(three: Cluster, reference: Reference
         check(three, reference, place, rng.choice(["stop", "kill"]), 10**6 + 100 * number, rng.randint(1, 6))
 
 
+@pytest.mark.slow
+def test_fifty_requests_come_while_the_only_decode_worker_is_stopped(
+    tiny_model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """PD-25: what was accepted is answered right, the rest is told to come again, and prefill keeps nothing for it."""
+    with running_cluster(tiny_model, tmp_path, worker_flags=WORKER_FLAGS) as pair, ThreadPoolExecutor(50) as pool:
+
+        def ask(seed: int) -> bool:
+            body = {"model": "m", "prompt": prompt(seed), "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+            response = pair.client.post("/v1/completions", json=body | {"return_token_ids": True})
+            if response.status_code != 200:
+                assert response.status_code in (429, 503) and response.headers["retry-after"], response.text
+                return False
+            assert response.json()["choices"][0]["token_ids"] == reference.greedy(prompt(seed), 8)
+            return True
+
+        early = [pool.submit(ask, seed) for seed in range(25)]
+        time.sleep(0.1)
+        victim = pair.workers["decode-0"]
+        victim.signal(signal.SIGSTOP)
+        try:
+            late = [pool.submit(ask, seed) for seed in range(25, 50)]
+            time.sleep(3)
+            pair.assert_balanced(stopped="decode-0")
+        finally:
+            victim.signal(signal.SIGCONT)
+        pair.wait_ready(timeout_s=10)
+        answered = [one.result(timeout=10) for one in (*early, *late)]
+        assert len(answered) == 50
+        assert ask(50)
+        pair.assert_balanced()
+
+
 def check(three: Cluster, reference: Reference, place: str, fault: str, seed: int, num_requests: int = 2) -> None:
     name, point = place.split()
     three.faults(name, f"{point}={fault}*1")
