@@ -1,5 +1,6 @@
 """Workers that stop or die at the points of a transfer, as real processes, over one host's path and over TCP."""
 
+import itertools
 import random
 import signal
 import time
@@ -127,10 +128,11 @@ def check(three: Cluster, reference: Reference, place: str, fault: str, seed: in
         answers = list(pool.map(lambda ids: three.token_ids(ids, max_tokens=8), prompts))
         assert answers == [reference.greedy(ids, 8) for ids in prompts]
         assert time.monotonic() - started < END_WITHIN_S
-    for at in range(10):  # the router may have given both to the other decode worker
-        if has_happened(victim.pid):
-            break
-        three.token_ids(prompt(seed + 10 + at), max_tokens=4)
+    # The router may have given both to the other decode worker, as it must while this one's handshakes are not done.
+    more = itertools.count(seed + 10)
+    give_up_s = time.monotonic() + 15
+    while not has_happened(victim.pid) and time.monotonic() < give_up_s:
+        three.token_ids(prompt(next(more)), max_tokens=4)
     bring_back(three, name, fault)
     ids = prompt(seed + 9)
     assert three.token_ids(ids, max_tokens=8) == reference.greedy(ids, 8)
